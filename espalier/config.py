@@ -156,13 +156,11 @@ class RoundCosts(Protocol):
     def uses_clock(self) -> bool: ...
 
     def seconds(self, tree: TreeShape, batch: int, context: float) -> float:
-        """Returns the predicted time of a round of `batch` requests.  context: the mean number of tokens that a request
-        has so far."""
+        """Returns the time of a round of `batch` requests.  context: the mean number of tokens that a request has."""
         ...
 
     def seconds_for_rows(self, tree: TreeShape, batch: int, rows: int) -> float:
-        """Returns the predicted time of a round that verifies `rows` nodes in total.  Only called if uses_clock is
-        False."""
+        """Returns the time of a round that verifies `rows` nodes in total.  Only called if uses_clock is False."""
         ...
 
 

@@ -60,8 +60,7 @@ NO_TOKEN = -1
 class Columns:
     """Maps each number's name to its column, such as `columns.top_k`.  Kernels take this object as a tl.constexpr.
 
-    num_ints, num_floats: how many columns are int64, and how many float32.  Triton compiles a kernel again for each new
-    repr() of this object.
+    num_ints, num_floats: how many columns are int64, and how many float32.  Triton compiles a kernel for each repr() of it.
     """
 
     num_ints: int
@@ -139,8 +138,7 @@ def guess_numbers_per_slot(layout: RoundLayout) -> int:
 class ScatterUpdate(NamedTuple):
     """New values for n cells of one field of the slot table.  Arrays [n] int64 of numpy or torch.
 
-    indices: the cells' indices in the flattened field.  values: for a float32 field, the bits of the values
-    (float_bits)."""
+    indices: the cells' indices in the flattened field.  values: of a float32 field as bits (float_bits)."""
 
     indices: Any
     values: Any
@@ -163,8 +161,7 @@ class SlotTable:
     own_text_paths: [num_slots, num_text_paths, 1 + steps], kind and tokens of the paths that the last round found in
     the request's prompt and output.
     candidates: [num_slots, num_draft_tokens], the nodes of the request's last tree, packed into numbers
-    (speculate/sources/calibrate.py:pack_nodes).  Nodes that were not verified, for lack of shared rows, are
-    included."""
+    (speculate/sources/calibrate.py:pack_nodes).  They include nodes that got none of the batch's shared rows."""
 
     if TYPE_CHECKING:
 
@@ -249,8 +246,7 @@ class SlotTable:
         return ScatterUpdate((slots[:, None] * width + np.arange(width)).reshape(-1), values.reshape(-1))
 
     def clear(self, slots: Tensor) -> None:
-        """Removes earlier requests' data from slots [n].  `ints` and `floats` stay: init_updates fills all their
-        columns."""
+        """Removes earlier requests' data from slots [n].  init_updates fills all of `ints` and `floats`."""
         cleared = (self.history, self.page_table, self.guesses, self.bias_ids, self.bias_values, self.counts, self.seen)
         for rows in (*cleared, *self.carried.values()):
             rows.index_fill_(0, slots, 0)
@@ -260,8 +256,7 @@ class SlotTable:
         """Writes the cells of `updates` (by field name) into the table."""
         for name, (indices, values) in updates.items():
             rows: Tensor = getattr(self, name)
-            # A value is an int64, whose low bytes are the narrower integer or the float's bits.  A view needs no
-            # kernel.
+            # The low bytes of an int64 are the narrower integer, or the float's bits.  A view needs no kernel.
             narrowed = values.view(rows.dtype)[:: values.itemsize // rows.itemsize]
             rows.view(-1).index_copy_(0, indices, narrowed)
 

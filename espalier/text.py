@@ -57,16 +57,14 @@ class StopStringFinder:
         self._end_at_stop(next_text if self.stop else "")
 
     def take_text(self, final: bool) -> str:
-        """Returns the text that no earlier call returned.  Unless `final`, text that may begin a stop string is held
-        back."""
+        """Returns the text that no earlier call returned.  Unless `final`, keeps text that may begin a stop string."""
         num_held = 0 if final or self.found_stop or not self.stop else self._possible_stop_length()
         text = self._ready_text + self._held_text[: len(self._held_text) - num_held]
         self._ready_text, self._held_text = "", self._held_text[len(self._held_text) - num_held :]
         return text
 
     def _end_at_stop(self, next_text: str) -> None:
-        """Cuts the text at its first stop string, if any.  If several begin at the same place, the shortest one
-        counts."""
+        """Cuts the text at its first stop string, if any.  If several begin at one place, the shortest one counts."""
         text = self._held_text + next_text
         matches = [(start, len(stop), stop) for stop in self.stop if (start := text.find(stop)) >= 0]
         if matches:
@@ -127,8 +125,7 @@ class Tokenizer:
         return self.hf.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def bytes_of(self, token: int) -> TokenBytes:
-        """Returns the bytes that a token adds to a text; for a special token, the bytes of its name.  Caches the
-        result."""
+        """Returns the bytes that a token adds to a text; for a special token, the bytes of its name.  Cached."""
         cached = self._bytes_of_token.get(token)
         if cached is None:
             cached = self._bytes_of_token[token] = self._token_bytes(token)
@@ -347,8 +344,7 @@ class Detokenizer:
         self.num_taken = len(self.window)
 
     def _context_tokens(self, prompt: list[int]) -> list[int]:
-        """Returns the prompt's last tokens, from the first byte of a character on, so that they decode without
-        U+FFFD."""
+        """Returns the prompt's last tokens, from the first byte of a character on: they decode without U+FFFD."""
         for size in range(CONTEXT_TOKENS, CONTEXT_TOKENS - MAX_TOKENS_PER_CHARACTER, -1):
             context = prompt[-size:]
             if not self.decode(context).startswith(INCOMPLETE_CHAR):
@@ -374,8 +370,7 @@ class Detokenizer:
         return text
 
     def withheld_text(self) -> str:
-        """Returns the complete characters that take_text withholds, as their token also begins an incomplete
-        character."""
+        """Returns the complete characters that take_text withholds: their token also begins an incomplete one."""
         if self.num_taken == len(self.window):
             return ""
         return _new_text(self.decode(self.window[: self.num_taken]), self.decode(self.window).rstrip(INCOMPLETE_CHAR))

@@ -35,7 +35,7 @@ FACTS = StartupInfo(
     hidden_size=256,
     num_layers=16,
     chip=None,
-    threads=CpuThreadInfo(num_cores=4, num_current=4, is_set_by_environment=False),
+    threads=CpuThreadInfo(num_cores=4, num_torch_threads=4, is_set_by_environment=False),
     pass_weights=PassWeights(dense=10**6, draft=10**5),
 )
 HEAD = DraftSpec("eagle3", FACTS.layer_specs[-1:], num_modules=1)

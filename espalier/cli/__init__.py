@@ -1,4 +1,5 @@
-"""The command line.  A command has a function that adds its flags, mostly generated from config fields, and `run`."""
+"""The command line.  Each command has a function that adds its flags, and a function `run`.  Flags of engine and
+sampling are generated from the fields of the config classes."""
 
 import signal
 import sys
@@ -17,8 +18,8 @@ INTERRUPTED_STATUS = 130
 def start(arguments: Sequence[str] | None = None, make_parser: "Callable[[], Parser] | None" = None) -> int:
     """Runs a command line of `espalier`.  Returns the exit status.
 
-    Ctrl-C prints only one line, even during the imports, which take seconds.  make_parser: makes the parser of another
-    command line, such as `python -m lab`.
+    Ctrl-C prints only one line, even during the imports, which take seconds.
+    make_parser: makes the parser; None for that of `espalier`.  `python -m lab` gives its own.
     """
     with _terminating_as_interrupting():
         words = sys.argv[1:] if arguments is None else list(arguments)
@@ -40,8 +41,8 @@ def interrupted() -> int:
 
 @contextmanager
 def _terminating_as_interrupting() -> Iterator[None]:
-    """Makes SIGTERM act like Ctrl-C during the block, so that a command ends its child processes.  A server replaces
-    this handler by its own."""
+    """Makes SIGTERM act like Ctrl-C during the block, so that a command ends its child processes.  The server command
+    replaces this handler by its own handler."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,4 +1,5 @@
-"""`espalier batch IN OUT`: answers a file of requests in OpenAI's batch format, by an engine or running servers.
+"""`espalier batch IN OUT`: answers a file of requests in OpenAI's batch format.  An engine that the command starts, or
+running servers, make the answers.
 
 The output is written line by line.  After an interruption, the same command continues where it stopped.
 """
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 # Flags that need --url.
 URL_FLAGS = ("api_key", "priority")
-# Flags for the engine that the command starts, with their defaults.
+# Flags that are only for the engine that the command starts, with the defaults of the flags.
 ENGINE_FLAG_DEFAULTS = MappingProxyType(
     {
         "no_speculation": False,
@@ -46,9 +47,9 @@ ENGINE_FLAG_DEFAULTS = MappingProxyType(
 )
 BUNDLED = "bundled"
 URL_CONCURRENCY = 64
-# How many lines are sent at once for each slot of the engine.  With 2, a line already waits when another line ends.
+# How many lines are sent at once for each slot of the engine.  With 2, the next line already waits when a line ends.
 LINES_PER_SLOT = 2
-# The queue limit of the engine that the command starts.  No batch has so many lines, so no line is refused.
+# The queue limit of the engine that the command starts.  No file has so many lines, so no line is refused.
 UNREACHED_QUEUE_LENGTH = 2**30
 
 

@@ -42,8 +42,8 @@ VOID_TOKEN = -1
 TokenName = Callable[[int], str]
 
 
-def round_tree(trace: RoundTrace, token_name: TokenName, signs: DrawingSigns) -> Text:
-    """Returns a drawing of one round's tree.  token_name: returns a token's text.
+def draw_round_tree(trace: RoundTrace, token_name: TokenName, signs: DrawingSigns) -> Text:
+    """Returns a drawing of one round's tree.  token_name(token): a token's text.  signs: the characters for lines.
 
     A node's score is the sum of the draft's log-probabilities on the path from the root to the node."""
     drawing = Text()
@@ -113,7 +113,7 @@ NEXT_STEPS = (
 
 @dataclass
 class DecodingResult:
-    """The results of one engine, plain or with the tree, for all prompts."""
+    """The results of one engine (plain or with the tree) for all prompts.  seconds: the total time of generation."""
 
     outputs: list[Output] = field(default_factory=list)
     seconds: float = 0.0
@@ -184,8 +184,8 @@ def _warm_up(plain_llm: LLM, tree_llm: LLM, prompt: str) -> None:
 def _complete_prompts(
     console: Console, plain_llm: LLM, tree_llm: LLM, prompts: list[str], params: SamplingParams
 ) -> tuple[DecodingResult, DecodingResult]:
-    """Completes each prompt plainly, then with the tree.  The engines take turns, so that other programs on the machine
-    slow both equally."""
+    """Completes each prompt by plain decoding, then with the tree.  The two engines take turns, so that other programs
+    on the machine slow both equally."""
     plain, tree = DecodingResult(), DecodingResult()
     with progress("completing", 2 * len(prompts)) as advance:
         for prompt in prompts:
@@ -208,7 +208,7 @@ def _print_rule(console: Console, title: str = "") -> None:
 
 
 def _prompt_and_output(console: Console, llm: LLM, prompt: str, output: Output) -> Text:
-    """Returns the prompt's last lines, dimmed, and the output.  Without colours, a sign is between them."""
+    """Returns the prompt's last lines, dimmed, and the output.  Without colours, a sign separates prompt and output."""
     assert llm.tokenizer is not None
     last_lines = prompt.splitlines(keepends=True)[-NUM_PROMPT_LINES:]
     end = "" if has_colour(console) else drawing_signs(console).prompt_end
@@ -219,7 +219,7 @@ def _prompt_and_output(console: Console, llm: LLM, prompt: str, output: Output) 
 def _print_comparison(
     console: Console, plain_llm: LLM, prompts: list[str], plain_result: DecodingResult, tree_result: DecodingResult
 ) -> bool:
-    """Print whether the tokens are identical, and where they differ.  Returns whether they are identical."""
+    """Print whether both engines gave the same tokens, or where the first difference is.  Returns whether they did."""
     _print_rule(console)
     for i, (prompt, a, b) in enumerate(zip(prompts, plain_result.outputs, tree_result.outputs, strict=True), 1):
         if a.token_ids != b.token_ids:
@@ -255,8 +255,8 @@ def _logprobs_text(llm: LLM, prompt: str, prior_tokens: list[int], tokens: list[
 
 
 def _draw_round(console: Console, llm: LLM, traces: list[RoundTrace]) -> None:
-    """Draws the first of the rounds that emitted the most tokens.  A round that accepted a path of the greatest depth
-    of all trees counts like a round that rejected the last node of such a path."""
+    """Draws the first of the rounds that emitted the most tokens, counted up to the greatest depth of all trees.  So
+    the drawn round may have rejected the last node of the deepest path."""
     if not traces or llm.tokenizer is None:
         return
     deepest = max(trace.tree.depths[-1] if trace.tree.depths else 0 for trace in traces)
@@ -264,7 +264,7 @@ def _draw_round(console: Console, llm: LLM, traces: list[RoundTrace]) -> None:
     subtitle = ", score = log-probability of the branch by the draft"
     console.print(Text.assemble(("one round", "bold"), (subtitle, DIM_STYLE)))
     decode = llm.tokenizer.decode
-    console.print(round_tree(shown_trace, lambda token: repr(decode([token])), drawing_signs(console)))
+    console.print(draw_round_tree(shown_trace, lambda token: repr(decode([token])), drawing_signs(console)))
 
 
 def _print_figures(console: Console, plain_result: DecodingResult, tree_result: DecodingResult) -> None:
@@ -279,7 +279,7 @@ def _print_figures(console: Console, plain_result: DecodingResult, tree_result: 
 
 
 def _histogram(stats: SpeculationStats, signs: DrawingSigns, width: int) -> Iterator[str]:
-    """Yields a bar for each accept length.  Lines fit into `width` columns if possible."""
+    """Yields a line with a bar for each accept length.  Lines fit into `width` columns if possible."""
     max_rounds = max(stats.histogram, default=0)
     for length, rounds in enumerate(stats.histogram):
         if length:

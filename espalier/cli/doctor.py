@@ -23,7 +23,7 @@ from espalier.startup.load import Checkpoint, count_weights, find_checkpoint, re
 from espalier.terminal.console import DIM_STYLE, describe_machine, installed_version, stdout
 from espalier.terminal.flags import engine_settings, flag_of, given_flags
 
-# The largest number of ranks in the report, because machines have at most this number of GPUs.
+# The report lists up to this number of ranks, because machines have at most this number of GPUs.
 MAX_RANKS = 8
 OPTIONAL_PACKAGES = ("triton", "flashinfer-python", "sglang-kernel", "flash-attn-3", "accelerate")
 
@@ -83,7 +83,7 @@ def run(args: Namespace) -> int:
 
 
 def _ranks_text(checkpoint: Checkpoint, dtype: torch.dtype) -> str:
-    """Returns a line with the possible numbers of ranks, and the bytes of weights that each rank then has."""
+    """Returns a line that lists the possible numbers of ranks, each with the size of the weights that one rank has."""
     counts = possible_rank_counts(checkpoint.target, MAX_RANKS)
     if checkpoint.draft is not None:
         num_draft_ranks = {count: draft_shards(checkpoint.draft, Shards(0, count)).count for count in counts}

@@ -74,8 +74,8 @@ def run(args: Namespace) -> int:
 def _checked_prompt(
     inputs: InputProcessor, index: int, prompts: list[Any], params: SamplingParams, chat: bool
 ) -> tuple[list[int], SamplingParams]:
-    """Returns a prompt's tokens and parameters.  If neither flags nor model set max_tokens, it is DEFAULT_MAX_TOKENS,
-    or less if less fits."""
+    """Returns the tokens and parameters of prompt `index`.  If neither flags nor model set max_tokens, it is
+    DEFAULT_MAX_TOKENS, or as many tokens as fit after the prompt.  chat: whether the prompt is a chat message."""
     from espalier.llm import number_prompt_errors
 
     with number_prompt_errors(index, len(prompts)):

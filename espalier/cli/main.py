@@ -20,7 +20,7 @@ COMMANDS = MappingProxyType(
     {
         "demo": Command(
             "complete held-out prompts, plain and by tree, and draw a round",
-            flags="espalier.cli.main:demo",
+            flags="espalier.cli.main:add_demo_flags",
             run_module="espalier.cli.demo",
         ),
         "generate": Command(
@@ -38,16 +38,18 @@ COMMANDS = MappingProxyType(
         ),
         "quantize": Command(
             "write an FP8 or 4-bit copy of a model",
-            flags="espalier.cli.main:quantize",
+            flags="espalier.cli.main:add_quantize_flags",
             run_module="espalier.cli.quantize",
         ),
-        # This entry is only for the help text.  cli.start passes the arguments to the trainer's own parser.
+        # This entry is only for the help text.  cli.start passes the arguments of `train` to the trainer's own parser.
         "train": Command(
             "train a draft for a model, or choose and train one (auto)",
             flags="espalier.train.command:add_commands",
             run_module=None,
         ),
-        "bench": Command("measure loads and servers, choose trees", flags="espalier.cli.main:bench", run_module=None),
+        "bench": Command(
+            "measure loads and servers, choose trees", flags="espalier.cli.main:add_bench_commands", run_module=None
+        ),
         "doctor": Command(
             "show the machine, the versions and the resolved configuration",
             flags="espalier.bench.flags:doctor",
@@ -83,13 +85,13 @@ def parse(arguments: Sequence[str] | None) -> Namespace:
     return make_parser().parse(arguments)
 
 
-def demo(parser: ArgumentParser) -> None:
+def add_demo_flags(parser: ArgumentParser) -> None:
     parser.add_argument("--prompts", type=int, default=3, metavar="N", help="number of prompts (3)")
     parser.add_argument("--max-tokens", type=int, default=96, metavar="N", help="output tokens for each (96)")
     add_engine_flags(parser)
 
 
-def quantize(parser: ArgumentParser) -> None:
+def add_quantize_flags(parser: ArgumentParser) -> None:
     parser.add_argument("model", help="a target or a draft: a directory, a Hugging Face id, or 'bundled' (a target)")
     parser.add_argument("--to", required=True, choices=("fp8", "int4"), help="the format of the copy")
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="an empty or new directory")
@@ -111,7 +113,7 @@ def quantize(parser: ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there as well")
 
 
-def bench(parser: Parser) -> None:
+def add_bench_commands(parser: Parser) -> None:
     parser.add_commands("measured", "what", BENCH_COMMANDS)
 
 

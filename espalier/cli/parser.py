@@ -1,5 +1,5 @@
-"""A parser based on argparse.  An error is one line, which suggests the right command or flag, also for other engines'
-names and for commands that have moved."""
+"""A parser based on argparse.  An error is one line that suggests the right command or flag.  The parser also knows
+other engines' names, and the former places of commands that have moved."""
 
 import difflib
 import sys
@@ -22,7 +22,7 @@ from espalier.startup.checkpoints import require_names
 from espalier.terminal.console import CommandParser
 from espalier.terminal.flags import named_models
 
-# By command: its former subcommands and flags, with the commands of `python -m lab` that replace them.
+# For each command, its former subcommands and flags, and the command of `python -m lab` that replaces each of them.
 MOVED_COMMANDS = MappingProxyType(
     {
         "espalier bench": {
@@ -39,7 +39,7 @@ MOVED_COMMANDS = MappingProxyType(
 )
 
 
-# Former commands, with the commands that replace them.
+# Maps (command, its former subcommand or flag) to the new name.
 RENAMED_COMMANDS = MappingProxyType(
     {
         ("espalier bench", "throughput"): "espalier bench load",
@@ -54,7 +54,7 @@ RENAMED_COMMANDS = MappingProxyType(
 
 
 def moved_to(prog: str, name: str) -> str | None:
-    """Returns the advice for a moved command or flag; None for other names.  prog: the command that lacks the name."""
+    """Returns the advice for a command or flag that has moved, else None.  prog: the command that lacks the name."""
     if new_command := RENAMED_COMMANDS.get((prog, name)):
         return f"it is now `{new_command}`"
     lab_command = MOVED_COMMANDS.get(prog, {}).get(name)
@@ -65,9 +65,9 @@ def moved_to(prog: str, name: str) -> str | None:
 
 
 BAD_INPUT_STATUS = 2
-# Names of flags' types in messages.  For a type that is a function of ours, the name is its __name__.
+# How messages name the types of flags' values.  A type that is a function of Espalier has its __name__ in messages.
 VALUE_KINDS = MappingProxyType({int: "whole number", float: "number"})
-# Names of commands in other engines, and likely guesses, with the right commands.
+# Maps the commands of other engines, and likely guesses, to Espalier's commands.
 GUESSED_COMMANDS = MappingProxyType(
     {
         "chat": "generate --chat",
@@ -92,8 +92,8 @@ GUESSED_COMMANDS = MappingProxyType(
 class Command(NamedTuple):
     """A command's help text, and the modules of its code.
 
-    flags: the module with add_flags(parser), or "module:function".  The module must not import PyTorch, so that help
-    and errors about misspelt words are printed at once.
+    flags: the module whose function add_flags(parser) adds the flags; "module:function" for a function of another name.
+    The module must not import PyTorch, so that help and errors about misspelt words are printed at once.
     run_module: the module with run(args) -> status, imported only to run the command; None for a command with
     subcommands."""
 
@@ -152,7 +152,7 @@ class Parser(CommandParser):
         return [flag for action in self._actions for flag in action.option_strings]
 
     def _deepest_parser(self, namespace: Namespace) -> "Parser":
-        """Returns the parser of the command whose subcommand is missing."""
+        """Returns the parser that lacks a subcommand: that of the given command, or this parser."""
         return self.commands().get(namespace.command or "", self)
 
     def _unknown_flag_error(self, argument: str, parser: "Parser") -> str:
@@ -211,7 +211,7 @@ class Parser(CommandParser):
 
 
 class LazyParser(Parser):
-    """A command's parser, which imports the module of its flags only when needed."""
+    """A command's parser, which imports the module Command.flags only when the flags are needed."""
 
     command: Command | None = None
 

@@ -32,7 +32,7 @@ Compare = Callable[[Callable[[], None]], tuple[dict[str, Any], TableRows]]
 
 @dataclass(frozen=True)
 class Comparison:
-    """A comparison of a quantised copy with its original.  texts_description: describes the texts to the user.
+    """A comparison of a quantised copy with its original.  texts_description: says in a message which texts are used.
 
     compare(advance): compares the models, and calls advance() after each of num_steps steps.  Returns (results for
     --json, rows of the table)."""
@@ -75,8 +75,7 @@ def run(args: Namespace) -> int:
 
 
 def _run_comparison(compare: Comparison, out: Path) -> tuple[dict[str, Any], TableRows]:
-    """Returns the comparison's results.  If the comparison fails or is interrupted, a message says that the copy is
-    complete."""
+    """Returns the comparison's results.  If it fails or is interrupted, a message says that the copy is complete."""
     status = f"{out} is whole"
     stderr().print(
         Text(
@@ -113,7 +112,8 @@ def _comparison_of_target(args: Namespace, settings: dict[str, Any]) -> Comparis
 
 
 def _comparison_of_draft(args: Namespace, path: Path, settings: dict[str, Any]) -> Comparison | None:
-    """Returns the comparison of a draft's and its copy's accept lengths; None for --texts 0.  Raises EspalierError."""
+    """Returns the comparison of accept lengths with a draft and with its copy; None for --texts 0.  Raises
+    EspalierError."""
     if args.draft is not None:
         raise EspalierError(f"--draft is for a target, and {args.model} is a draft; give its target with --target")
     if not args.texts:
@@ -130,7 +130,7 @@ def _comparison_of_draft(args: Namespace, path: Path, settings: dict[str, Any]) 
     def compare(advance: Callable[[], None]) -> tuple[dict[str, Any], TableRows]:
         drafts = str(path), str(args.out)
         lengths = quantised.accept_lengths(target, drafts, settings, args.texts, GENERATED_TOKENS, advance)
-        return {"accuracy": {"accept_length": lengths}}, [_row_of_lengths(lengths)]
+        return {"accuracy": {"accept_length": lengths}}, [_accept_length_row(lengths)]
 
     return Comparison(compare, 2, f"{args.texts} prompts")
 
@@ -170,9 +170,9 @@ def _rows_of_accuracy(accuracy: quantised.Accuracy) -> TableRows:
         ["KL over the vocabulary, nats", f"{accuracy.kl:.5f}"],
         ["perplexity", f"{before:.3f} -> {after:.3f}"],
     ]
-    return rows if accuracy.accept_length is None else [*rows, _row_of_lengths(accuracy.accept_length)]
+    return rows if accuracy.accept_length is None else [*rows, _accept_length_row(accuracy.accept_length)]
 
 
-def _row_of_lengths(lengths: tuple[float, float]) -> list[str]:
-    before, after = lengths
+def _accept_length_row(accept_lengths: tuple[float, float]) -> list[str]:
+    before, after = accept_lengths
     return ["accept length", f"{before:.2f} -> {after:.2f}"]

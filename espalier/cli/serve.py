@@ -202,7 +202,8 @@ def run(args: Namespace) -> int:
 def serve_worker(args: Namespace, settings: dict[str, Any], name: str, worker: str | None = None) -> int:
     """Run a server with an engine process that loads `settings`.  Returns the exit status.
 
-    name: the model's name.  worker: the module that the engine process runs; None for the module that loads a model.
+    name: the model's name in the API.  worker: the module that the engine process runs; None for the module that loads
+    a model from files.
     Raises EspalierError.
     """
     # These imports are slow, and other commands do not need them.
@@ -303,7 +304,7 @@ def _serve_replicas(args: Namespace, settings: dict[str, Any], options: "ServeOp
 
 
 def _refuse_flags(args: Namespace, names: Sequence[str], reason: str) -> None:
-    """Raises EspalierError if one of the flags `names` was given.  reason: the rest of the message."""
+    """Raises EspalierError if one of the flags `names` was given.  reason: the message after the flag's name."""
     for name in names:
         if getattr(args, name) is not None:
             raise EspalierError(f"{flag_of(name)} {reason}")
@@ -318,7 +319,7 @@ def _model_settings(args: Namespace) -> tuple[dict[str, Any], str]:
 
 
 def plain_settings(settings: dict[str, Any]) -> dict[str, Any]:
-    """Check the engine's settings, and return them as plain values that can be sent.  Raises EspalierError."""
+    """Check the engine's settings, and return them as plain values, for the engine process.  Raises EspalierError."""
     EngineConfig(**settings)
     tree = settings.get("speculation")
     if tree is None or isinstance(tree, str):

@@ -1,4 +1,4 @@
-"""Builds an engine from loaded models: attention backends, buffers, drafter and executor."""
+"""Builds an engine from loaded models: chooses attention backends, allocates buffers, makes drafter and executor."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -36,7 +36,7 @@ from espalier.speculate.sources.prediction import PredictionSource
 @dataclass(frozen=True)
 class LoadedModels:
     """The models of one engine, and the engine's configuration.
-    draft: None if the drafter has no model.  shards: the part of the target that this rank holds."""
+    draft: None if the drafter has no model.  shards: which part of the target this rank holds."""
 
     config: ResolvedConfig
     target: CausalLM
@@ -56,7 +56,7 @@ class LoadedModels:
 
     @property
     def layer_specs(self) -> tuple[LayerSpec, ...]:
-        """The specs of all layers of target and draft; see cache_specs."""
+        """What all layers of target and draft keep in the KV cache (see cache_specs)."""
         drafts = () if self.draft is None else self.draft.layer_specs
         return cache_specs(self.target.layer_specs, drafts, self.config.kv_dtype, self.config.draft_kv_dtype)
 
@@ -91,8 +91,8 @@ def config_without_files(
 def cache_specs(
     target: Sequence[LayerSpec], draft: Sequence[LayerSpec], kv_dtype: str, draft_kv_dtype: str
 ) -> tuple[LayerSpec, ...]:
-    """Returns the specs of all layers, the target's first, with the dtypes in which their rows are stored.
-    kv_dtype, draft_kv_dtype: the fields of ResolvedConfig."""
+    """Returns the specs of all layers, the target's first, with the dtypes in which the KV cache stores their rows.
+    target, draft: the layers' specs in the model's dtype.  kv_dtype, draft_kv_dtype: the fields of ResolvedConfig."""
     row_dtype, draft_row_dtype = (FP8 if name == FP8_KV else None for name in (kv_dtype, draft_kv_dtype))
     specs = (*with_row_dtype(target, row_dtype), *with_row_dtype(draft, draft_row_dtype))
     # A layer that reads another layer's rows has the row dtype of that layer.
@@ -103,7 +103,7 @@ def cache_specs(
 
 
 def describe_cache_size(config: ResolvedConfig, specs: Sequence[LayerSpec], dtype: torch.dtype) -> str:
-    """Returns a text about the sizes of pages and states.  specs: the specs of all layers; dtype: the model's dtype."""
+    """Returns a text about the memory of KV pages and recurrent states.  specs: of all layers.  dtype: the model's."""
     tokens, token_bytes = config.layout.tokens_in(config.num_pages), bytes_per_token(specs, dtype)
     pages = f"pages hold {tokens} tokens, {token_bytes} bytes each: {tokens * token_bytes / 2**30:.1f} GiB"
     state, rows = bytes_per_state(specs, dtype), table_rows(config.layout, config.num_snapshots)
@@ -165,7 +165,7 @@ def make_tree_chooser(config: ResolvedConfig) -> TreeChooser | None:
 
 def make_host_sources(names: Sequence[str], index_bytes: int, searches_text: bool) -> list[HostSource]:
     """Returns the sources of draft tokens that run on the host, in order of preference.
-    names: the names of all sources.  searches_text: whether the host, not the device, runs the source `text`."""
+    names: the names of all sources.  searches_text: whether the host (True) or the device runs the source "text"."""
     sources: list[HostSource] = [PredictionSource()] if "prediction" in names else []
     sources += [OwnTextSource()] if "text" in names and searches_text else []
     return [*sources, IndexSource(index_bytes)] if "index" in names else sources
@@ -184,7 +184,7 @@ def make_executor(
 
 
 def make_runner(loaded: LoadedModels) -> ModelRunner:
-    """Allocates all buffers, chooses attention backends, and returns the runner."""
+    """Chooses attention backends, allocates all buffers, and returns the runner that holds models and buffers."""
     config, target, device, dtype = loaded.config, loaded.target, loaded.device, loaded.dtype
     layout, specs, exact_lengths = config.layout, loaded.layer_specs, not config.overlap
     target_layers, draft_layers = range(len(target.layer_specs)), range(len(target.layer_specs), len(specs))
@@ -192,7 +192,7 @@ def make_runner(loaded: LoadedModels) -> ModelRunner:
     backend = grouped_backend(config.attention, *setting, target_layers, exact_lengths=exact_lengths)
     scales = kv_scales(target) if config.kv_dtype == FP8_KV else None
     pages = PagedKV(layout, config.num_pages, specs, len(target_layers), dtype, device, scales)
-    # Module k of a draft has no rows below k.  With several modules, the host does not know their exact lengths.
+    # Module k of a draft has no K/V rows below position k.  With several modules, the host knows no exact lengths.
     exact = exact_lengths and layout.num_recomputed_tokens <= 1
     draft_backend = grouped_backend(
         config.draft_attention, *setting, draft_layers, layout.num_recomputed_tokens > 0, exact

@@ -1,4 +1,4 @@
-"""Finds the files of a model: bundled with the package, in a directory, in a GGUF file, or on the Hugging Face hub."""
+"""Finds the files of a model, which is bundled, in a directory, in a GGUF file, or on the Hugging Face hub."""
 
 from collections.abc import Mapping
 from os import PathLike
@@ -12,7 +12,7 @@ BUNDLED_FILES = Path(__file__).parents[1] / BUNDLED
 # The bundled model's drafts by algorithm.  If the user sets no algorithm, eagle3's draft is used.
 BUNDLED_DRAFTS = {"eagle3": BUNDLED_FILES / "draft", "mtp": BUNDLED_FILES / "mtp", "block": BUNDLED_FILES / "block"}
 FILE_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
-# The last file is downloaded so that a draft with this file can be refused (espalier/models/block.py:MASK_EMBEDDING).
+# mask_embedding.pt is downloaded so that a draft with this file can be refused (models/block.py:MASK_EMBEDDING).
 DRAFT_FILE_PATTERNS = [*FILE_PATTERNS, "pytorch_model*.bin", "mask_embedding.pt"]
 # Files that are not downloaded: folders, and the second copy of all weights in Mistral's repositories.
 IGNORED_FILE_PATTERNS = ["*/*", "consolidated*.safetensors"]
@@ -35,27 +35,27 @@ def find_draft(name: str | PathLike[str], algorithm: str = "auto", setting: str 
 
 
 def require_names(names_by_setting: Mapping[str, str | PathLike[str]]) -> None:
-    """Raises EspalierError for a path that find_target or find_draft would refuse.  It does not import PyTorch.
-    names_by_setting: {setting: path or id}.  Nothing is downloaded, so every name that looks like a Hugging Face id is
+    """Raises EspalierError for a path that find_target or find_draft would refuse.  Does not import PyTorch.
+    names_by_setting: {setting: path or Hugging Face id}.  Nothing is downloaded, so every name that looks like an id is
     accepted."""
     for setting, name in names_by_setting.items():
         if str(name) != BUNDLED:
             _local_checkpoint(setting, name)
 
 
-def _find_checkpoint(setting: str, name: str | PathLike[str], bundled: Path, file_patterns: list[str]) -> Path:
+def _find_checkpoint(setting: str, name: str | PathLike[str], bundled_path: Path, file_patterns: list[str]) -> Path:
     if str(name) == BUNDLED:
-        if not (bundled / "config.json").exists():
+        if not (bundled_path / "config.json").exists():
             raise EspalierError(
-                f"{setting}='bundled' is not in this installation ({bundled} is missing); install espalier again"
+                f"{setting}='bundled' is not in this installation ({bundled_path} is missing); install espalier again"
             )
-        return bundled
+        return bundled_path
     return _local_checkpoint(setting, name) or _download(setting, str(name), file_patterns)
 
 
 def _local_checkpoint(setting: str, name: str | PathLike[str]) -> Path | None:
-    """Returns the directory or GGUF file with this name; None if it does not exist and the name may be a hub id.
-    Raises EspalierError if the name cannot be a hub id, or if the path is not a checkpoint."""
+    """Returns the directory or GGUF file `name`; None if there is no such path and `name` may be a Hugging Face id.
+    Raises EspalierError if `name` cannot be an id, or if the path is not a checkpoint."""
     path = Path(name).expanduser()
     if (gguf := _gguf_file(setting, path)) is not None:
         return gguf
@@ -91,7 +91,7 @@ def _gguf_file(setting: str, path: Path) -> Path | None:
 
 
 def _is_directory(setting: str, path: Path) -> bool:
-    """Returns whether `path` is a directory.  Raises EspalierError for files and for other directories."""
+    """Returns whether `path` is a directory.  Raises EspalierError for a file, and for a directory without a model."""
     files = "a draft's config.json and weights" if setting.endswith("draft") else "config.json and *.safetensors"
     try:
         if path.is_file():
@@ -124,7 +124,7 @@ def _may_be_hub_id(name: str) -> bool:
 
 
 def _download(setting: str, name: str, file_patterns: list[str]) -> Path:
-    """Downloads the files of a hub id and returns their directory.  Files in the local hub cache are used again."""
+    """Downloads the files of the Hugging Face id `name`, except those in the local cache.  Returns their directory."""
     from huggingface_hub import snapshot_download
 
     try:

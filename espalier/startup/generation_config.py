@@ -10,8 +10,8 @@ from espalier.model_files import read_json
 from espalier.models.config import ModelConfig
 from espalier.request import GENERATION_CONFIG_NAMES, PARAM_CHECKS
 
-# Fields of generation_config.json that transformers supports and Espalier does not, each with the values that have no
-# effect.
+# Fields of generation_config.json that transformers supports and Espalier does not.  For each field, the values that
+# have no effect.
 UNSUPPORTED_FIELDS: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys("num_beams typical_p guidance_scale encoder_repetition_penalty".split(), (None, 1)),
     **dict.fromkeys("no_repeat_ngram_size epsilon_cutoff eta_cutoff penalty_alpha min_length".split(), (None, 0)),
@@ -33,7 +33,7 @@ def generation_config(path: Path) -> dict[str, Any]:
     """Returns the content of the model's generation_config.json; {} if there is no such file.  Logs fields that are not
     supported.
 
-    Raises EspalierError if a default has a value that is invalid in requests.
+    Raises EspalierError if a field has a value that is invalid for the same parameter of a request.
     """
     file = path / "generation_config.json"
     if not file.exists():

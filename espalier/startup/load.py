@@ -59,8 +59,8 @@ log = logging.getLogger("espalier")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The paths and parsed configs of an engine's models, before weights are loaded.  spec: what the drafter declares
-    (DraftSpec), also for a drafter without a model."""
+    """The paths and parsed configs of an engine's models, before weights are loaded.  spec: the layers and inputs of
+    the drafter; it is also set for a drafter without a model, such as n-gram lookup."""
 
     target_path: Path
     target: ModelConfig
@@ -72,7 +72,7 @@ class Checkpoint:
 def find_checkpoint(config: EngineConfig) -> Checkpoint:
     """Finds the files of target and draft, and reads the configs.
     Raises EspalierError if files are missing, a model is not supported, or the draft does not fit the target."""
-    requested = requested_algorithm(config)  # this check comes first, because the search may download
+    requested = requested_algorithm(config)  # this check comes first, because find_draft may download files
     draft_path = find_draft(config.draft, requested) if config.draft is not None else None
     model = _model_name(config, draft_path)
     target_path = find_target(model)
@@ -179,8 +179,8 @@ def build_engine_of_ranks(
     load_rank_models: LoadRankModels | None = None,
 ) -> tuple[Engine, ResolvedConfig]:
     """Builds an engine on this rank and on `ranks`, whose processes are already running.  See build_engine.
-    load_rank_models: the function that loads the models of a rank; by default, it loads them from files.  Raises the
-    errors of build_engine, and RankFailed."""
+    load_rank_models: the function that loads the models of a rank; None to load them from files.  Raises the errors of
+    build_engine, and RankFailed."""
     ranks.wait_until_loaded()
     joined_file = Path(ranks.rendezvous_folder.name) / f"joined-{ranks.num_loads_sent}"
     startup = RankStartup(load_rank_models or load_rank_models_from_files, resolved, requested_pages, str(joined_file))
@@ -195,8 +195,7 @@ def build_engine_of_ranks(
 
 
 def load_rank_models_from_files(resolved: ResolvedConfig, shards: Shards) -> LoadedModels:
-    """Loads one rank's part of the models from the files of a resolved configuration.  The function can run in any
-    process."""
+    """Loads one rank's part of the models from the files that `resolved` names.  Can run in any process."""
     target_path = Path(resolved.model)
     target = read_config(target_path, resolved.model_overrides, resolved.model_impl)
     draft_path = None if resolved.draft is None else Path(resolved.draft)
@@ -208,7 +207,7 @@ def load_rank_models_from_files(resolved: ResolvedConfig, shards: Shards) -> Loa
 def build_engine_of_models(
     loaded: LoadedModels, requested_pages: int | None, keep_graphs: bool = False
 ) -> tuple[Engine, ResolvedConfig]:
-    """Builds an engine from loaded models.  See build_engine.  keep_graphs: see CudaExecutor."""
+    """Builds an engine from models that are loaded already.  See build_engine.  keep_graphs: see CudaExecutor."""
     if loaded.config.tensor_parallel > 1:
         raise EspalierError("models that are loaded already are on one rank; use tensor_parallel=1")
     if loaded.device.type == "cuda":
@@ -226,8 +225,8 @@ def _log_resolved_config(loaded: LoadedModels) -> None:
 
 
 def count_weights(checkpoint: Checkpoint, num_ranks: int = 1) -> WeightSize:
-    """Returns the size of the weights on each rank: a part of the target, with the whole embedding if there is a draft,
-    and the whole draft or a part of the draft (draft_shards)."""
+    """Returns the size of the weights on each rank.  A rank has a part of the target, and the whole draft or a part of
+    it (draft_shards).  With a draft, a rank has the target's whole embedding."""
     # MTP layers in the target's own directory are counted with the target.
     has_own_draft = checkpoint.draft_path == checkpoint.target_path
     unread = tuple(checkpoint.target.family.ignored_weights) if has_own_draft else unread_prefixes(checkpoint.target)
@@ -250,7 +249,8 @@ HALF_DTYPES = ("bfloat16", "float16")
 
 
 def warn_of_cpu_costs(config: EngineConfig, resolved: ResolvedConfig, checkpoint: Checkpoint) -> None:
-    """Logs at most one warning about quantised weights, and one about the dtype.  config: the user's configuration."""
+    """On a CPU, warns of quantised weights and of weights whose dtype needs more memory than the checkpoint's dtype.
+    config: the user's configuration."""
     if resolved.device != "cpu":
         return
     models = {"model": checkpoint.target} | ({} if checkpoint.draft is None else {"draft": checkpoint.draft.layer})

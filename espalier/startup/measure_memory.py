@@ -1,7 +1,7 @@
 """Determines how many requests, pages and snapshots fit into memory.
 
-On a GPU, the number of pages is measured: the largest launches run once on the dummy slot, and pages take all memory
-that these launches do not need.
+On a GPU, the number of pages is measured.  The largest launches (prefill passes and rounds) run once on the dummy slot,
+and pages take all memory that these launches do not need.
 """
 
 import gc
@@ -30,17 +30,16 @@ if TYPE_CHECKING:
 
 
 def largest_prefill_pass(layout: RoundLayout, width: int) -> LaunchInput:
-    """Returns the largest pass of this width (rows of a piece), with the maximum numbers of pieces and requests, and
-    with log-probabilities for all rows."""
+    """Returns the largest pass whose pieces of prompts have `width` rows.  It has the maximum numbers of pieces and
+    requests, and log-probabilities for all rows."""
     num_pieces = layout.max_pieces(width)
     return dummy_prefill_pass(width, num_pieces, min(layout.max_batch, num_pieces), num_pieces * width)
 
 
 def smaller_prefill_passes(layout: RoundLayout, vocab_size: int) -> Iterator[LaunchInput]:
     """Yields smaller passes, which together use all kernels that no `largest_prefill_pass` uses.
-    Launchers choose block sizes and plans by the number of rows, usually rounded up to a power of two.  So passes of
-    the smallest width have 2^n or 2^n + 1 pieces.  Triton compiles separate code for one row, and for multiples of 16
-    rows."""
+    The block sizes of kernels depend on the number of rows, usually rounded up to a power of two.  So passes of the
+    smallest width have 2^n or 2^n + 1 pieces.  Triton compiles separate code for 1 row, and for multiples of 16."""
     narrowest, *wider = layout.chunk_widths
     max_pieces = layout.max_pieces(narrowest)
     powers = [1 << i for i in range(max_pieces.bit_length())]
@@ -76,8 +75,8 @@ def prefill_passes_without_logprobs(layout: RoundLayout, powers: Sequence[int]) 
 
 def dummy_prefill_pass(width: int, num_pieces: int, num_requests: int, num_reported_rows: int) -> LaunchInput:
     """Returns a pass of dummy slots whose pieces are spread over the requests.
-    width: rows of a piece.  num_reported_rows: the number of rows, from the first row of the pass, whose
-    log-probabilities are reported."""
+    width: rows of a piece.  num_reported_rows: for how many rows, from the first row of the pass on, log-probabilities
+    are reported."""
     dummies = dummy_launch(num_requests, width, num_pieces if num_pieces > num_requests else 0)
     rows = None
     if num_reported_rows:
@@ -86,7 +85,7 @@ def dummy_prefill_pass(width: int, num_pieces: int, num_requests: int, num_repor
     return replace(dummies, prompt_rows=rows)
 
 
-# Number of pages of the trial runner: the dummy page, and one page for a request.
+# How many pages there are while memory is measured: the dummy page, and one page for a request.
 TRIAL_PAGES = 2
 # Share of the GPU's memory that stays free for library handles, fragmentation and other processes.
 MEMORY_MARGIN = 0.02
@@ -96,7 +95,7 @@ MEMORY_MARGIN = 0.02
 class MeasuredMemory:
     """Measured memory, in bytes.
     eager_bytes: the peak of the largest launch; graph_bytes: the peak of the largest launch that may be captured.
-    free_bytes: the free memory between launches, beside the models, the layout's buffers and TRIAL_PAGES pages.
+    free_bytes: the free memory between launches, while models, buffers and TRIAL_PAGES pages are allocated.
     total_bytes: the memory of the GPU."""
 
     eager_bytes: int
@@ -131,13 +130,12 @@ def measure_pages(loaded: LoadedModels, requested_pages: int | None) -> int:
     return min(num_affordable, layout.max_pages) if requested_pages is None else requested_pages
 
 
-def _gib(count: int) -> str:
-    return f"{count / 2**30:.1f} GiB"
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB"
 
 
 def _measure_with_trial_runner(loaded: LoadedModels) -> MeasuredMemory:
-    """Measures the memory of launches with a runner that has few pages.  Frees the runner's memory before it
-    returns."""
+    """Measures the memory of launches with a ModelRunner that has few pages, and then frees the runner's memory."""
     layout, device = loaded.config.layout, loaded.device
     try:
         # The runner is not assigned to a variable, so that it is freed before the memory is released below.
@@ -165,7 +163,7 @@ def measure_launch_memory(
     eager rounds, so that no kernel is compiled while requests wait.  Kernels of captured launches are compiled when the
     launches are captured."""
     passes = [largest_prefill_pass(layout, width) for width in layout.chunk_widths]
-    # Batches ascend, and a batch replaces earlier batches of the same tree.  So the largest batch of each tree remains.
+    # Batches ascend, and a later batch replaces the batches of the same tree.  So each tree keeps its largest batch.
     staged = {
         layout.for_batch(batch).tree: replace(dummy_launch(batch), is_staged=True) for batch in executor.batch_buckets
     }
@@ -202,8 +200,8 @@ log = logging.getLogger(__name__)
 
 
 def choose_max_batch(config: EngineConfig, info: "StartupInfo", dtype: torch.dtype, default: int) -> int:
-    """Returns the user's max_batch.  By default, returns `default`, or fewer if the states of `default` slots would
-    take too much memory (STATES_MEMORY_DIVISOR)."""
+    """Returns the user's max_batch.  If it is "auto", returns `default`, or less if the recurrent states of `default`
+    slots would take too much memory (STATES_MEMORY_DIVISOR)."""
     if not is_unresolved(config.max_batch):
         return int(config.max_batch)
     state_bytes = bytes_per_state(info.layer_specs, dtype)
@@ -273,7 +271,7 @@ def choose_num_pages_and_snapshots(
 
 
 def _num_snapshots(config: EngineConfig, layout: RoundLayout, state_bytes: int, budget: int, prefix_cache: bool) -> int:
-    """Returns the number of snapshots of states.  budget: the bytes for pages and snapshots together.
+    """Returns the number of snapshots of recurrent states.  budget: the bytes for pages and snapshots together.
     Raises EspalierError if the user sets num_snapshots, but the model has no states or the prefix cache is off."""
     if not state_bytes or not prefix_cache:
         if not is_unresolved(config.num_snapshots) and config.num_snapshots:

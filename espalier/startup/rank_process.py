@@ -9,11 +9,11 @@ from espalier.engine.follow import FollowerRank
 
 
 def main(rank: int, fd: int) -> int:
-    """Runs a rank until rank 0 ends it, and returns the exit code.  fd: the file descriptor of the socket to rank 0."""
+    """Runs this rank until rank 0 ends it.  Returns the exit code.  fd: the file descriptor of the socket to rank 0."""
     logging.basicConfig(level=logging.WARNING, format=f"rank {rank}: %(message)s")
     return FollowerRank(Connection(fd), rank).run()
 
 
 if __name__ == "__main__":
-    # Exits immediately, because threads may still wait for other ranks.
+    # os._exit does not wait for threads, which may still wait for other ranks.
     os._exit(main(int(sys.argv[1]), int(sys.argv[2])))

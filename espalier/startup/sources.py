@@ -1,4 +1,4 @@
-"""Resolves which sources propose tokens in addition to the draft, and whether requests may share rows."""
+"""Chooses which sources propose tokens beside the draft, and whether requests may share the rows of a verify pass."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,22 +11,22 @@ from espalier.errors import EspalierError
 from espalier.layout import TreeShape
 from espalier.slots import SOURCES
 
-# The maximum numbers of paths that are merged into a tree: paths from the request's own text, and paths from the host.
+# How many token sequences join a tree at most: sequences from the request's own text, and sequences from the host.
 TEXT_PATHS, SENT_PATHS = 2, 2
 INDEX_BYTES = 2**26
 
 
 def can_share_rows(layer_specs: Sequence[LayerSpec], model_impl: str, device: torch.device) -> bool:
-    """Whether the requests of a batch may share the rows of a verify pass.
-    Recurrent layers and sparse attention need all rows of a request.  GPUs are excluded, because shared rows have not
-    been timed on them."""
+    """Whether the requests of a batch may share the rows of a verify pass (TreeShape.shared_rows).
+    Recurrent layers and sparse attention need all nodes of a request's tree.  GPUs are excluded, because shared rows
+    have not been timed on GPUs."""
     needs_own_rows = any(isinstance(spec.cache_spec, RecurrentState) or spec.topk is not None for spec in layer_specs)
     return device.type == "cpu" and model_impl == "native" and not needs_own_rows
 
 
 def source_sizes(sources: Sequence[str], searches_on_host: bool) -> dict[str, Any]:
-    """Returns the fields of a RoundLayout for these sources.  searches_on_host: whether the host, not the device,
-    searches the requests' own texts."""
+    """Returns the fields of RoundLayout that depend on the sources.  searches_on_host: whether the host searches the
+    requests' own texts; if not, the device does."""
     num_text_paths = TEXT_PATHS * ("text" in sources)
     num_sent_paths = SENT_PATHS * ("prediction" in sources or "index" in sources) + num_text_paths * searches_on_host
     return {"num_text_paths": num_text_paths * (not searches_on_host), "num_sent_paths": num_sent_paths}

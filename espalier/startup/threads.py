@@ -15,8 +15,8 @@ from espalier.config import is_unresolved
 from espalier.cores import SHORT_SPIN_COUNT, SPIN_COUNT_VARIABLE, is_wait_policy_set, physical_cores
 from espalier.errors import EspalierError
 
-# The bytes of weights per thread.  A thread reads this many bytes in about 20 ms, while all barriers of a pass take
-# about 1 ms on an idle machine.
+# The bytes of weights per thread.  A thread reads this many bytes in about 20 ms.  In a pass, all waits of threads for
+# each other take about 1 ms on an idle machine.
 BYTES_PER_THREAD = 256 * 2**20
 OMP_VARIABLE = "OMP_NUM_THREADS"
 log = logging.getLogger(__name__)
@@ -24,11 +24,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class CpuThreadInfo:
-    """The CPU's cores and PyTorch's threads.  num_cores: physical cores that this process may use.  num_current:
-    PyTorch's number of threads.  is_set_by_environment: whether OMP_NUM_THREADS is set."""
+    """The CPU's cores and PyTorch's threads.  num_cores: physical cores that this process may use.
+    num_torch_threads: PyTorch's number of threads.  is_set_by_environment: whether OMP_NUM_THREADS is set."""
 
     num_cores: int
-    num_current: int
+    num_torch_threads: int
     is_set_by_environment: bool
 
 
@@ -38,23 +38,23 @@ def cpu_thread_info() -> CpuThreadInfo:
 
 def choose_threads(requested: int | str, device: str, weight_bytes: int, info: CpuThreadInfo) -> int:
     """Returns the number of threads for a CPU: the user's number, else OMP_NUM_THREADS, else one thread for each
-    BYTES_PER_THREAD of weights, up to num_cores.
+    BYTES_PER_THREAD of weights, up to the number of cores.  requested: the user's number, or "auto".
 
     On a GPU, PyTorch's number of threads is not changed.  Raises EspalierError if the user sets threads on a GPU.
     """
     if device != "cpu":
         if not is_unresolved(requested):
             raise EspalierError(f"threads={requested} needs device=cpu; use 'auto' on {device}, or set {OMP_VARIABLE}")
-        return info.num_current
+        return info.num_torch_threads
     if not is_unresolved(requested):
         return int(requested)
     if info.is_set_by_environment:
-        return info.num_current
+        return info.num_torch_threads
     return max(1, min(weight_bytes // BYTES_PER_THREAD, info.num_cores))
 
 
 def set_num_threads(threads: int) -> None:
-    """Sets PyTorch's number of threads, which applies to all models in the process."""
+    """Sets PyTorch's number of threads, which all models in this process share."""
     torch.set_num_threads(threads)
     if threads > 1 and not is_wait_policy_set():
         log.warning(

@@ -1,6 +1,6 @@
 """Chooses the tree for each batch size: from the user's table, from a file, or by prediction.
 
-An entry of a table has the minimum number of requests for a tree.  `espalier bench choose` measures such a table.
+A table maps a minimum number of requests to a tree.  `espalier bench choose` measures such a table.
 Without a table, tree_cost.py predicts the trees from the measured speed of the GPU.  While the engine runs,
 engine/tree_choice.py then chooses among the trees of `tree_sets`.
 
@@ -24,18 +24,18 @@ from espalier.errors import EspalierError, require_int, whole_number, without_du
 from espalier.layout import MIN_CHUNK_WIDTH, PLAIN_TREE, TREE_FIELDS, TreeShape, next_bucket
 from espalier.startup.tree_cost import ASSUMED_CONTEXT, ChipFigures, PassWeights, smaller_trees, trees_by_cost
 
-# Rows per request in trees with shared rows.  With 8 rows per request, shared rows gain at most 2%; with 16, nothing
-# (docs/log.md).
+# TreeShape.shared_rows of trees whose rows are shared by the requests of a batch.  With 8 rows per request, sharing
+# gains at most 2%; with 16, nothing (docs/log.md).
 SHARED_ROWS = 4
-# The depth of looked-up tokens in a round without a draft pass on a CPU.  Repeated text is often long, and the tree is
-# cut where more rows would not be worth their time.
+# The depth of a tree on a CPU in a round without a draft pass, where all tokens are looked up in texts.  Repeated text
+# is often long, and the engine verifies no rows that would not be worth their time.
 MAX_LOOKUP_STEPS = 12
-# How good an unknown draft may be: possible rates at which the first child at depth 1 is accepted.
+# How good an unknown draft may be: the possible probabilities that the first child at depth 1 is accepted.
 POSSIBLE_RATES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 # The predicted speed of a single tree may be too low by this factor.
 RATE_UNCERTAINTY = 1.1
-# The engine keeps at least MIN_TREES trees beside plain decoding.  It keeps more until, at each of POSSIBLE_RATES, the
-# best kept tree is at least MIN_SET_RATE times as fast as the best of all trees.
+# The engine keeps at least MIN_TREES trees beside plain decoding.  It keeps more trees until, for each of
+# POSSIBLE_RATES, the best kept tree is at least MIN_SET_RATE times as fast as the best of all trees.
 MIN_TREES, MIN_SET_RATE = 3, 0.97
 
 ChoicesByBatch = tuple[tuple[int, tuple[TreeShape, ...]], ...]
@@ -43,8 +43,8 @@ ChoicesByBatch = tuple[tuple[int, tuple[TreeShape, ...]], ...]
 
 @dataclass(frozen=True)
 class PredictedCosts:
-    """RoundCosts of a GPU, predicted from the sizes of the models and the speed of the chip.
-    weights: the numbers of weights of target and draft together."""
+    """RoundCosts of a GPU, predicted from the sizes of the models and the speed of the GPU.
+    weights: the sizes of target and draft."""
 
     weights: PassWeights
     chip: ChipFigures
@@ -88,18 +88,20 @@ def best_trees(trees: Sequence[TreeShape], costs: PredictedCosts, batch: int) ->
     measured, *assumed = (_rates(all_trees, costs, batch, rate) for rate in (FIRST_CHILD_RATES[0], *POSSIBLE_RATES))
     assumed += [{**rates, tree: rates[tree] * RATE_UNCERTAINTY} for rates in assumed for tree in trees]
 
-    def worst_rate(kept: Sequence[TreeShape]) -> float:
+    def worst_relative_speed(kept: Sequence[TreeShape]) -> float:
         return min(max(rates[tree] for tree in (*kept, PLAIN_TREE)) / max(rates.values()) for rates in assumed)
 
     counts = range(min(MIN_TREES, len(trees)), len(trees) + 1)
-    sets = (max(combinations(trees, count), key=worst_rate) for count in counts)
-    kept = next(kept for kept in sets if worst_rate(kept) >= MIN_SET_RATE)
+    sets = (max(combinations(trees, count), key=worst_relative_speed) for count in counts)
+    kept = next(kept for kept in sets if worst_relative_speed(kept) >= MIN_SET_RATE)
     return tuple(sorted((*kept, PLAIN_TREE), key=lambda tree: -measured[tree]))
 
 
-def _rates(trees: Sequence[TreeShape], costs: PredictedCosts, batch: int, acceptance: float) -> dict[TreeShape, float]:
-    """Returns the tokens per second of a request, by tree.  acceptance: the rate of the first child at depth 1."""
-    first_child = scaled_first_child_rates(acceptance, max(tree.steps for tree in trees))
+def _rates(
+    trees: Sequence[TreeShape], costs: PredictedCosts, batch: int, first_child_rate: float
+) -> dict[TreeShape, float]:
+    """Returns the tokens per second of a request with each tree.  first_child_rate: the acceptance at depth 1."""
+    first_child = scaled_first_child_rates(first_child_rate, max(tree.steps for tree in trees))
     return {tree: (1 + gains(tree, first_child)[-1]) / costs.seconds(tree, batch, ASSUMED_CONTEXT) for tree in trees}
 
 
@@ -113,11 +115,11 @@ TreesByBatch = dict[int, TreeShape]
 
 
 def choose_trees(
-    requested: Any, configured_tree: TreeShape, costs: PredictedCosts | None, is_set: bool = False, max_batch: int = 1
+    requested: Any, configured_tree: TreeShape, costs: PredictedCosts | None, is_users: bool = False, max_batch: int = 1
 ) -> TreesByBatch:
-    """Returns the trees that differ from the configured tree, as a table: minimum number of requests -> tree.
+    """Returns the trees that differ from the configured tree, as {minimum number of requests: tree}.
     requested: a table, the path of a table, or "auto".  costs: None if there is no prediction, as on a CPU.
-    is_set: whether the user set a field of the configured tree, such as steps.
+    is_users: whether the user set a field of the configured tree, such as steps.
     Logs one line with the trees and the reason; the line is a warning if "auto" may replace the user's tree.
     Raises EspalierError for an invalid table.  RoundLayout checks that trees fit the configured tree."""
     if isinstance(requested, Mapping):
@@ -133,7 +135,7 @@ def choose_trees(
     if requested == "auto":
         trees = _limit_trees(trees, configured_tree, max_batch)
     text = "; ".join(f"from {min_requests} requests on {shape}" for min_requests, shape in trees.items())
-    replaces_users_tree = requested == "auto" and is_set and costs is not None
+    replaces_users_tree = requested == "auto" and is_users and costs is not None
     level = logging.WARNING if replaces_users_tree else logging.INFO
     log.log(level, "trees by batch: %s%s (%s)", configured_tree, f"; {text}" if trees else " at every batch", reason)
     return trees
@@ -161,7 +163,7 @@ def adaptive_tree_choices(
     speculation: the user's settings.  On a CPU, a tree that the user sets runs in every round, and rounds without a
     draft pass are chosen only if other sources search texts.
     can_share_rows: whether requests may share rows; used only on a CPU.  sources: the sources beside the drafter.
-    weights: the numbers of weights of target and draft.  max_steps: the maximum depth of this drafter; None for no
+    weights: the sizes of target and draft.  max_steps: the maximum depth of this drafter; None for no
     limit."""
     if speculation.by_batch != "auto" or configured_tree == PLAIN_TREE:
         return None, ()
@@ -196,7 +198,7 @@ def _predicted_trees(configured_tree: TreeShape, costs: PredictedCosts, max_batc
 
 
 def _limit_trees(trees: TreesByBatch, configured_tree: TreeShape, max_batch: int) -> TreesByBatch:
-    """Halves the node count of a tree from the first batch on in which its rows would exceed MAX_VERIFY_ROWS."""
+    """Halves a tree's number of nodes from the batch size on at which its rows would exceed MAX_VERIFY_ROWS."""
     limited: TreesByBatch = {}
     all_trees = {1: configured_tree} | trees
     ends = [*(min_requests - 1 for min_requests in [*all_trees][1:]), max_batch]
@@ -210,8 +212,8 @@ def _limit_trees(trees: TreesByBatch, configured_tree: TreeShape, max_batch: int
 
 
 def parse_trees(table: Mapping[Any, Any], source: str) -> TreesByBatch:
-    """Returns the trees of a table {number of requests: TreeShape or its fields}.  With steps 0, the other fields may
-    be missing.
+    """Returns the trees of a table {minimum number of requests: TreeShape, or a mapping of its fields}.  With steps 0,
+    the other fields may be missing.  source: where the table comes from, for errors.
 
     Raises EspalierError for an invalid entry.
     """
@@ -269,27 +271,28 @@ def write_trees(path: Path, trees: Mapping[int, TreeShape]) -> None:
         raise EspalierError(f"{path} cannot be written ({error.strerror}); name another file") from None
 
 
-def _read_object(path: Path, what: str) -> dict[str, Any]:
+def _read_object(path: Path, expected: str) -> dict[str, Any]:
+    """Returns the JSON object of a file.  expected: says in errors which file to name."""
     if not os.path.isfile(path):
-        raise EspalierError(f"{path} is not a file; name a {what}")
+        raise EspalierError(f"{path} is not a file; name a {expected}")
     try:
         content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=without_duplicate_keys)
     except (OSError, ValueError) as error:
-        raise EspalierError(f"{path} cannot be read ({error}); name a {what}") from None
+        raise EspalierError(f"{path} cannot be read ({error}); name a {expected}") from None
     if not isinstance(content, dict):
-        raise EspalierError(f"{path} holds no JSON object; name a {what}")
+        raise EspalierError(f"{path} holds no JSON object; name a {expected}")
     return content
 
 
 # The default of max_pause_ms.  An 8B model on an H100 computes about 640 rows in this time.
 DEFAULT_PAUSE_MS = 20.0
-# The smallest pass may already take long, because it reads all weights.  A pass then may take MIN_PASS_FACTOR times as
-# long.  With fewer rows, the prefill speed would be less than half.
+# Even the smallest pass may take longer than DEFAULT_PAUSE_MS / MIN_PASS_FACTOR, because it reads all weights.  Then a
+# pass may take MIN_PASS_FACTOR times as long as the smallest.  With fewer rows, prefill would run at less than half speed.
 MIN_PASS_FACTOR = 2.0
 
 
 def busy_chunk_size(config: EngineConfig, chunk_size: int, default: int, costs: PredictedCosts | None) -> int:
-    """Returns the maximum number of rows of a prefill pass while streams wait.
+    """Returns the maximum number of rows of a prefill pass while streaming requests wait for it.
     chunk_size: the maximum number of rows of any pass.  default: the value for a machine whose passes are not
     predicted.
     Raises EspalierError if rows and pause are both set, if the smallest pass takes longer than the pause, and if a

@@ -16,7 +16,7 @@ from rich.console import Console
 from espalier import cli
 from espalier.attention import BACKENDS
 from espalier.cli import demo, generate
-from espalier.cli.demo import round_tree
+from espalier.cli.demo import draw_round_tree
 from espalier.cli.main import parse
 from espalier.config import EngineConfig, SpeculationConfig
 from espalier.engine.launch_input import DraftTree, RoundTrace
@@ -531,7 +531,7 @@ next root: h, picked by the target, at position 9
 
 def test_a_round_is_drawn_with_what_was_committed_where():
     trace = RoundTrace("r", TREE, prefix_len=6, emitted=[2, 4, 7], pages=[3, 9, 4], page_size=4)
-    assert round_tree(trace, lambda token: "abcdefgh"[token], ASCII_SIGNS).plain == DRAWN
+    assert draw_round_tree(trace, lambda token: "abcdefgh"[token], ASCII_SIGNS).plain == DRAWN
 
 
 def test_columns_are_as_wide_as_what_stands_in_them():

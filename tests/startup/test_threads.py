@@ -40,13 +40,13 @@ def threads_as_before():
     ],
 )
 def test_who_chooses(asked, device, weight_bytes, from_environment, threads):
-    facts = CpuThreadInfo(num_cores=8, num_current=3, is_set_by_environment=from_environment)
+    facts = CpuThreadInfo(num_cores=8, num_torch_threads=3, is_set_by_environment=from_environment)
     assert choose_threads(asked, device, weight_bytes, facts) == threads
 
 
 def test_threads_are_refused_on_a_gpu():
     with pytest.raises(EspalierError, match=r"threads=2 needs device=cpu"):
-        choose_threads(2, "cuda", 0, CpuThreadInfo(num_cores=8, num_current=3, is_set_by_environment=False))
+        choose_threads(2, "cuda", 0, CpuThreadInfo(num_cores=8, num_torch_threads=3, is_set_by_environment=False))
 
 
 @pytest.mark.parametrize(("variable", "settings", "threads"), [("", {}, 1), ("5", {}, 3), ("5", {"threads": 2}, 2)])
