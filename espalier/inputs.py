@@ -78,6 +78,7 @@ def _serialized_steps(component: Any) -> list[Step]:
 
 
 def _flat_steps(step: Step) -> list[Step]:
+    """Returns the step itself, or the steps inside it if its type is "Sequence"."""
     inner_steps = step.get("normalizers") or step.get("pretokenizers") or []
     return [step for part in inner_steps for step in _flat_steps(part)] if step["type"] == "Sequence" else [step]
 
@@ -98,6 +99,7 @@ def _max_shrink(normalizer: Sequence[Step]) -> int | None:
 
 
 def _keeps_text(pre_tokenizer: Sequence[Step]) -> bool:
+    """Whether no step of the pre-tokenizer drops characters."""
     return all(
         step["type"] in LOSSLESS_STEPS or (step["type"] in SPLITTING_STEPS and step["behavior"] != "Removed")
         for step in pre_tokenizer

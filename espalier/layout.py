@@ -107,8 +107,8 @@ TARGET_ONLY = replace(PLAIN_TREE, extends=False)
 
 
 def padded_batch(batch: int, buckets: Iterable[int]) -> int:
-    """Returns the padded size of a round of `batch` requests: the smallest bucket that holds them.
-    buckets: padded batch sizes, ascending.  A batch above the largest bucket is not padded."""
+    """Returns the smallest bucket that holds `batch` requests; `batch` itself if it is above the largest bucket.
+    buckets: the batch sizes to which rounds are padded, ascending."""
     return next((bucket for bucket in buckets if bucket >= batch), batch)
 
 
@@ -145,7 +145,6 @@ class LaunchForm(NamedTuple):
 
 def captured_form(captured_forms: Sequence[LaunchForm], width: int, pieces: int) -> LaunchForm | None:
     """Returns the form that a prefill pass is padded to: the first form with its width and enough pieces, or None.
-
     captured_forms: the forms that have a CUDA graph, in the order of RoundLayout.captured_passes."""
     return next((form for form in captured_forms if form.width == width and form.pieces >= pieces), None)
 
@@ -243,7 +242,7 @@ class RoundLayout:
         return next((shapes for min_batch, shapes in reversed(self.choices) if min_batch <= batch), ())
 
     def round_forms(self, buckets: Sequence[int]) -> list[LaunchForm]:
-        """Returns the forms of rounds in these buckets, in descending order of their rows."""
+        """Returns a form for each tree of each bucket (padded batch size), the form with the most rows first."""
         trees_without_draft = (self.tree_without_draft,) if self.steps else ()
         trees = {
             batch: dict.fromkeys((*(self.tree_choices_for(batch) or (None,)), *trees_without_draft))
@@ -398,6 +397,7 @@ class RoundLayout:
 
     @property
     def history_width(self) -> int:
+        """The most tokens that SlotTable.history holds for a request."""
         return self.max_context + self.max_tokens_ahead(MAX_ROUNDS_IN_FLIGHT)
 
     @property

@@ -88,7 +88,7 @@ def read_json(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
             content = file.read(max_bytes + 1)
         if len(content) > max_bytes:
             raise _too_large_error(path, max_bytes)
-        value = json.loads(content.decode("utf-8"), parse_constant=_parse_constant)
+        value = json.loads(content.decode("utf-8"), parse_constant=_parse_json_constant)
     except FileNotFoundError:
         raise EspalierError(
             f"{path} does not exist; give the path of a Hugging Face model directory with config.json and *.safetensors"
@@ -127,7 +127,8 @@ def named_file(directory: Path, name: Any, source: Path) -> Path:
     return directory / name
 
 
-def _parse_constant(name: str) -> float:
+def _parse_json_constant(name: str) -> float:
+    """Returns the float for Infinity or -Infinity.  Refuses NaN."""
     if name == "NaN":
         raise ValueError("NaN is no value")
     return float(name)

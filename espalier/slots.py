@@ -60,7 +60,7 @@ NO_TOKEN = -1
 class Columns:
     """Maps each number's name to its column, such as `columns.top_k`.  Kernels take this object as a tl.constexpr.
 
-    num_ints, num_floats: how many columns are int64, and how many float32.  Triton compiles a kernel for each repr() of it.
+    num_ints, num_floats: how many columns are int64, and how many float32.  Triton compiles a kernel for each repr().
     """
 
     num_ints: int

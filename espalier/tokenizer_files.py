@@ -243,7 +243,7 @@ def _end_of_class(pattern: str, index: int) -> int:
 
 
 def _read_quantifiers(pattern: str, index: int) -> tuple[int, float, bool]:
-    """Returns (end, most repetitions, whether possessive) of the quantifiers at `index`; for none, (index, 1, False)."""
+    """Returns (end, most repetitions, whether possessive) of the quantifiers at `index`.  None: (index, 1, False)."""
     max_repeats, is_possessive = 1.0, False
     while quantifier := QUANTIFIER_PATTERN.match(pattern, index):
         low, comma, high = quantifier["low"], quantifier["comma"], quantifier["high"]

@@ -64,6 +64,7 @@ def _draw_node(
     token_name: TokenName,
     signs: DrawingSigns,
 ) -> None:
+    """Appends a line for `node`, which begins with line_prefix + branch_sign, and then the lines of its subtrees."""
     accepted = node in trace.tree.path_rows
     label = token_name(trace.tree.tokens[node])
     if node == 0:

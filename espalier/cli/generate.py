@@ -94,7 +94,7 @@ def _read_prompts(args: Namespace) -> list[Any]:
         for prompt in args.prompts
     ]
     if args.file is not None:
-        prompts += _read_file(args.file)
+        prompts += _read_prompt_file(args.file)
     if not prompts and sys.stdin is not None and not sys.stdin.isatty():
         prompts = [_read_stdin()]
     if not prompts:
@@ -116,7 +116,7 @@ def _read_stdin() -> str:
     return text
 
 
-def _read_file(path: Path) -> list[Any]:
+def _read_prompt_file(path: Path) -> list[Any]:
     # Not splitlines(), which would also split at line separators inside JSON strings.
     lines = read_text("--file", path).split("\n")
     prompts: list[Any] = []

@@ -262,7 +262,11 @@ def serve_worker(args: Namespace, settings: dict[str, Any], name: str, worker: s
 
 
 def frontend_options_from_flags(
-    args: Namespace, names: Sequence[str], max_queue: int, request_timeout_s: float | None, strict_fields: bool = False
+    args: Namespace,
+    model_names: Sequence[str],
+    max_queue: int,
+    request_timeout_s: float | None,
+    strict_fields: bool = False,
 ) -> "FrontendOptions":
     """Returns FrontendOptions from the flags of add_chat_flags.  Raises EspalierError."""
     from espalier.server.frontend import FrontendOptions
@@ -271,7 +275,7 @@ def frontend_options_from_flags(
     if template is not None:
         require_template(template, f"--chat-template {args.chat_template}")
     return FrontendOptions(
-        names=tuple(names),
+        names=tuple(model_names),
         chat_template=template,
         max_queue=max_queue,
         request_timeout_s=request_timeout_s,

@@ -178,6 +178,7 @@ def make_executor(
     keep_graphs: bool = False,
     capture_stages: bool = False,
 ) -> Executor:
+    """Returns the object that runs launches on the runner's device.  For the arguments see CudaExecutor."""
     if runner.pages.device.type == "cuda":
         return CudaExecutor(runner, graph_batch, keep_graphs, overlap, capture_stages)
     return CpuExecutor(runner, overlap)

@@ -129,7 +129,7 @@ def _download(setting: str, name: str, file_patterns: list[str]) -> Path:
 
     try:
         path = Path(snapshot_download(name, allow_patterns=file_patterns, ignore_patterns=IGNORED_FILE_PATTERNS))
-    except Exception as error:  # no network, no such repository, no permission, no space: each has another class
+    except Exception as error:  # no network, no such repository, no permission, no space: each raises another class
         raise EspalierError(
             f"{setting}={name!r} is not a directory, and the download from the Hugging Face hub failed "
             f"({one_line(error)}); check the name and the network, or give a directory"

@@ -75,8 +75,8 @@ def prefill_passes_without_logprobs(layout: RoundLayout, powers: Sequence[int]) 
 
 def dummy_prefill_pass(width: int, num_pieces: int, num_requests: int, num_reported_rows: int) -> LaunchInput:
     """Returns a pass of dummy slots whose pieces are spread over the requests.
-    width: rows of a piece.  num_reported_rows: for how many rows, from the first row of the pass on, log-probabilities
-    are reported."""
+    width: rows of a piece.  num_reported_rows: the first rows of the pass, as many as this number, report
+    log-probabilities."""
     dummies = dummy_launch(num_requests, width, num_pieces if num_pieces > num_requests else 0)
     rows = None
     if num_reported_rows:

@@ -227,7 +227,7 @@ def resolve(
     own, drafts = (info.layer_specs[layers.start : layers.stop] for layers in (info.target_layers, info.draft_layers))
     info = replace(info, layer_specs=cache_specs(own, drafts, kv_dtype, draft_kv_dtype))
     in_dtype = getattr(torch, dtype)
-    attention, draft_attention = _backends(config, device, in_dtype, info)
+    attention, draft_attention = _attention_backends(config, device, in_dtype, info)
     speculation = config.speculation if isinstance(config.speculation, SpeculationConfig) else SpeculationConfig()
     tree = _configured_tree(speculation, spec)
     predicted = None if info.chip is None else PredictedCosts(info.pass_weights, info.chip)
@@ -296,7 +296,9 @@ def _num_threads(config: EngineConfig, device: torch.device, info: StartupInfo, 
     return max(threads // config.tensor_parallel, 1) if is_unresolved(config.threads) else threads
 
 
-def _backends(config: EngineConfig, device: torch.device, dtype: torch.dtype, info: StartupInfo) -> tuple[str, str]:
+def _attention_backends(
+    config: EngineConfig, device: torch.device, dtype: torch.dtype, info: StartupInfo
+) -> tuple[str, str]:
     """Returns the attention backends of target and draft.  By default, the draft has the target's backend.
     Raises EspalierError if draft_attention is set and the drafter has no layers."""
     target_backend = None if is_unresolved(config.attention) else config.attention

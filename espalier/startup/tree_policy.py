@@ -115,11 +115,15 @@ TreesByBatch = dict[int, TreeShape]
 
 
 def choose_trees(
-    requested: Any, configured_tree: TreeShape, costs: PredictedCosts | None, is_users: bool = False, max_batch: int = 1
+    requested: Any,
+    configured_tree: TreeShape,
+    costs: PredictedCosts | None,
+    is_user_set: bool = False,
+    max_batch: int = 1,
 ) -> TreesByBatch:
     """Returns the trees that differ from the configured tree, as {minimum number of requests: tree}.
     requested: a table, the path of a table, or "auto".  costs: None if there is no prediction, as on a CPU.
-    is_users: whether the user set a field of the configured tree, such as steps.
+    is_user_set: whether the user set a field of the configured tree, such as steps.
     Logs one line with the trees and the reason; the line is a warning if "auto" may replace the user's tree.
     Raises EspalierError for an invalid table.  RoundLayout checks that trees fit the configured tree."""
     if isinstance(requested, Mapping):
@@ -135,7 +139,7 @@ def choose_trees(
     if requested == "auto":
         trees = _limit_trees(trees, configured_tree, max_batch)
     text = "; ".join(f"from {min_requests} requests on {shape}" for min_requests, shape in trees.items())
-    replaces_users_tree = requested == "auto" and is_users and costs is not None
+    replaces_users_tree = requested == "auto" and is_user_set and costs is not None
     level = logging.WARNING if replaces_users_tree else logging.INFO
     log.log(level, "trees by batch: %s%s (%s)", configured_tree, f"; {text}" if trees else " at every batch", reason)
     return trees
@@ -287,7 +291,7 @@ def _read_object(path: Path, expected: str) -> dict[str, Any]:
 # The default of max_pause_ms.  An 8B model on an H100 computes about 640 rows in this time.
 DEFAULT_PAUSE_MS = 20.0
 # Even the smallest pass may take longer than DEFAULT_PAUSE_MS / MIN_PASS_FACTOR, because it reads all weights.  Then a
-# pass may take MIN_PASS_FACTOR times as long as the smallest.  With fewer rows, prefill would run at less than half speed.
+# pass may take MIN_PASS_FACTOR times as long as the smallest.  With fewer rows, prefill would have under half its speed.
 MIN_PASS_FACTOR = 2.0
 
 
