@@ -68,9 +68,7 @@ RenderLoop = Generator[Rendering, str, list[int]]
 
 
 def run_steps(steps: RenderLoop, render: Callable[[Rendering], str]) -> list[int]:
-    """Runs the generator `steps` to its end, and returns the token ids.  render: makes the text of a Rendering.
-
-    Raises EspalierError."""
+    """Runs the generator `steps`, and calls `render` for each rendering.  Returns the token ids.  Raises EspalierError."""
     try:
         rendering = next(steps)
         while True:
@@ -80,9 +78,7 @@ def run_steps(steps: RenderLoop, render: Callable[[Rendering], str]) -> list[int
 
 
 class ChatTemplate:
-    """The chat template of a tokenizer.  If the tokenizer has no template, only `encode_steps` raises an error.
-
-    hf: the tokenizer of transformers."""
+    """The chat template of `hf`, a transformers tokenizer.  Without a template, only `encode_steps` raises an error."""
 
     def __init__(self, hf: Any):
         self.hf = hf
@@ -339,7 +335,7 @@ class RenamedTokenizer:
 
 
 def _pattern_of(texts: Iterable[str]) -> re.Pattern[str]:
-    """Returns a pattern that matches any of `texts`, a longer text first.  If `texts` is empty, it matches nothing."""
+    """Returns a pattern that matches the longest fitting one of `texts`.  If `texts` is empty, it matches nothing."""
     ordered = sorted(set(texts), key=lambda text: (-len(text), text))
     return re.compile("(?:" + "|".join(map(re.escape, ordered)) + ")" if ordered else "(?!)")
 

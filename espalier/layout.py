@@ -352,7 +352,7 @@ class RoundLayout:
         return (is_streamed and self.busy_chunk_size) or self.chunk_size
 
     def max_tokens_ahead(self, rounds: int) -> int:
-        """Returns the most tokens from the newest root that the host knows to the request's end after `rounds` rounds.
+        """Returns how many tokens a request may have after `rounds` rounds, from the last token the host has read on.
 
         rounds: the rounds in flight, and the next launch."""
         return rounds * self.extend_width + 1
@@ -360,7 +360,7 @@ class RoundLayout:
     def max_committed_rows(self, num_known: int, rounds_in_flight: int) -> int:
         """Returns the largest possible number of the target's K/V rows in a request's pages before a launch.
 
-        num_known: index of the newest root that the host has read.  rounds_in_flight: launched before this launch."""
+        num_known: index of the last token that the host has read.  rounds_in_flight: launched before this launch."""
         return num_known + rounds_in_flight * self.extend_width
 
     def pages_for(self, num_tokens: int) -> int:
@@ -376,15 +376,15 @@ class RoundLayout:
     def pages_needed(self, num_known: int, rounds: int, end: int) -> int:
         """Returns the number of pages that a request must hold before a launch.
 
-        num_known: index of the newest root that the host has read.  rounds: the rounds in flight, and the next launch.
-        end: number of tokens at which the request finishes.  After `end`, a round decides at most one token."""
+        num_known: index of the last token that the host has read.  rounds: the rounds in flight, and the next launch.
+        end: number of tokens at which the request finishes.  A round after that decides at most one token."""
         return self.pages_for(min(num_known + self.max_tokens_ahead(rounds), end + rounds - 1))
 
     def max_accept_depth(self, end: Number, prefix_len: Number) -> Number:
-        """Returns the greatest depth that a round may accept.  prefix_len: the index of the root.
+        """Returns the greatest depth that a round may accept; negative if the request is finished.
 
-        Before `end`, there must be room for the root, the accepted nodes, and the token that the target picks after
-        them.  Negative if the request is finished.  Takes integers or integer tensors."""
+        end: the most tokens of the request.  prefix_len: the index of the root.  There must be room for the root, the
+        accepted nodes, and the token that the target picks after them.  Takes integers or integer tensors."""
         return end - 2 - prefix_len
 
     def max_appended_pages(self, batch: int) -> int:

@@ -1,7 +1,7 @@
 """Reads the records of a file of prompts: JSON lines, a JSON list or a Parquet file, recognised by the content.
 
-A record is an object in the format of SPEED-Bench (with the field "turns") or ShareGPT ("conversations"), or it holds a
-conversation ("messages"), a text ("prompt" or "text") or "token_ids".  This module checks the texts of a record.
+A record is an object.  Records of SPEED-Bench have the field "turns", records of ShareGPT "conversations".  All other
+records have "messages" (a conversation), "prompt" or "text" (a text), or "token_ids".
 """
 
 import json

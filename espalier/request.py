@@ -316,9 +316,9 @@ class Request:
     prompt_logprobs: log-probabilities of the prompt's tokens from the second on, as far as the host has read them.
     num_predicted: how many tokens of params.prediction are in output.  generation: how often the request left a slot.
     prompt_cached: whether the prompt is prefilled, so that others share its pages.
-    Valid only while the request has a slot:
-    prefill_len: rows to prefill before rounds begin; num_prefilled: how many of these rows are launched so far.
-    num_known: the index of the newest root that the host has read.  The rows below this index are committed.
+    The next fields are valid only while the request has a slot.
+    prefill_len: rows to prefill before rounds begin.  num_prefilled: how many of these rows are launched so far.
+    num_known: index of the last decided token that the host has read.  K/V rows below this index are in pages.
     rounds_in_flight: number of launched rounds whose results the host has not read."""
 
     id: str

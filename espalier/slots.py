@@ -18,7 +18,9 @@ from espalier.layout import MAX_ROUNDS_IN_FLIGHT, RoundLayout
 from espalier.limits import MAX_BIASES, MAX_STOP_IDS
 from espalier.request import SLOT_PARAMS
 
-# The int64 numbers of a slot, in the order of their columns: progress and limits of the request, then sampling.
+# The int64 numbers of a slot, in the order of their columns.  prefix_len: rows of K/V that are in pages; also the index
+# of the root.  root: the id of the last decided token, from which the next tree grows.  known_len: how many tokens the
+# request had when it entered the slot.  min_position: stop tokens are banned below it.  The rest: see SlotInit.
 INT_COLUMNS = (
     "prefix_len",
     "root",
@@ -60,7 +62,7 @@ NO_TOKEN = -1
 class Columns:
     """Maps each number's name to its column, such as `columns.top_k`.  Kernels take this object as a tl.constexpr.
 
-    num_ints, num_floats: how many columns are int64, and how many float32.  Triton compiles a kernel for each repr().
+    num_ints, num_floats: how many columns are int64, and how many float32.  Triton caches kernels by repr().
     """
 
     num_ints: int

@@ -80,7 +80,7 @@ class SpeculationStats:
         """Count one round of one request.
 
         emitted: how many tokens were kept.  accepted: how many of these were draft tokens; all, if a draft token ended
-        the request.  drafted: how many draft tokens were verified.  depth: the greatest depth that was allowed."""
+        the request.  drafted: how many draft tokens were verified.  depth: the greatest allowed depth."""
         tried = min(emitted, depth)
         self.drafted += drafted
         tried_by_depth, accepted_by_depth = self.rounds_tried_by_depth, self.rounds_accepted_by_depth

@@ -48,7 +48,7 @@ class StopStringFinder:
         self._held_text = ""
 
     def add(self, text: str, is_searched: bool = True, next_text: str = "") -> None:
-        """Adds text.  is_searched: whether the text may contain a stop string.  next_text: the characters after `text`
+        """Adds text.  is_searched: whether to search it for stop strings.  next_text: the characters after `text`
         that are known so far; a stop string may end there."""
         if not is_searched:
             self._ready_text += text

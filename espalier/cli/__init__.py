@@ -19,7 +19,7 @@ def start(arguments: Sequence[str] | None = None, make_parser: "Callable[[], Par
     """Runs a command line of `espalier`.  Returns the exit status.
 
     Ctrl-C prints only one line, even during the imports, which take seconds.
-    make_parser: makes the parser; None for that of `espalier`.  `python -m lab` gives its own.
+    make_parser: makes the parser of another program, such as `python -m lab`; None for the parser of `espalier`.
     """
     with _terminating_as_interrupting():
         words = sys.argv[1:] if arguments is None else list(arguments)

@@ -262,20 +262,16 @@ def serve_worker(args: Namespace, settings: dict[str, Any], name: str, worker: s
 
 
 def frontend_options_from_flags(
-    args: Namespace,
-    model_names: Sequence[str],
-    max_queue: int,
-    request_timeout_s: float | None,
-    strict_fields: bool = False,
+    args: Namespace, names: Sequence[str], max_queue: int, request_timeout_s: float | None, strict_fields: bool = False
 ) -> "FrontendOptions":
-    """Returns FrontendOptions from the flags of add_chat_flags.  Raises EspalierError."""
+    """Returns FrontendOptions from the flags of add_chat_flags.  names: the model's names.  Raises EspalierError."""
     from espalier.server.frontend import FrontendOptions
 
     template = None if args.chat_template is None else read_text("--chat-template", args.chat_template)
     if template is not None:
         require_template(template, f"--chat-template {args.chat_template}")
     return FrontendOptions(
-        names=tuple(model_names),
+        names=tuple(names),
         chat_template=template,
         max_queue=max_queue,
         request_timeout_s=request_timeout_s,

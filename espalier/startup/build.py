@@ -71,7 +71,8 @@ def config_without_files(
 ) -> ResolvedConfig:
     """Returns the configuration of an engine for models that were not loaded from files.
     By default, overlap, prefix cache and CUDA graphs are off, and there are pages for a full batch.
-    differing_fields: the fields of ResolvedConfig that differ from these defaults."""
+    algorithm, attention: the names in ResolvedConfig.  differing_fields: the fields of ResolvedConfig that differ from
+    these defaults."""
     name = str(dtype).removeprefix("torch.")
     row_fields = {"kv_dtype": name, "draft_kv_dtype": name, "draft_attention": attention, "num_pages": layout.max_pages}
     disabled: dict[str, Any] = {"overlap": False, "prefix_cache": False, "graph_batch": 0, "seed": 0}
@@ -117,8 +118,8 @@ def describe_cache_size(config: ResolvedConfig, specs: Sequence[LayerSpec], dtyp
 
 def kv_scales(target: CausalLM) -> dict[int, KVScales]:
     """Returns the scales of an FP8 KV cache by layer index.  A checkpoint has scales for all layers or for no layer.
-    The rows of a draft have no scales, because a draft only proposes tokens.  Raises EspalierError if only some layers
-    of the target have a scale, or if a scale is not a positive number."""
+    The rows of a draft have no scales: rounding in a draft cannot change the output.
+    Raises EspalierError if only some layers of the target have a scale, or if a scale is not a positive number."""
     scales_by_layer = {layer: scales for layer, scales in enumerate(target.kv_scales) if scales is not None}
     remedy = "use a complete checkpoint, or set kv_dtype to the model's dtype"
     specs = target.layer_specs

@@ -61,7 +61,7 @@ def smaller_prefill_passes(layout: RoundLayout, vocab_size: int) -> Iterator[Lau
 def prefill_passes_without_logprobs(layout: RoundLayout, powers: Sequence[int]) -> Iterator[LaunchInput]:
     """Yields passes without log-probabilities, in which the last layer computes only one row of each piece.
     powers: the powers of two up to the largest number of pieces of a pass.  Powers up to max_batch are left out,
-    because rounds use the same kernels."""
+    because rounds of so many requests use the same kernels."""
     narrowest, *wider = layout.chunk_widths
     max_pieces = layout.max_pieces(narrowest)
     large = [power for power in powers if power > layout.max_batch]

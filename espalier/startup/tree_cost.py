@@ -56,7 +56,7 @@ class PassWeights:
     dense: weights of the target that every row is multiplied with.  expert: weights of one expert, summed over the
     layers; 0 without experts.  num_layers: layers of the target.  kv_values: values of a token in the target's cache.
     state_bytes: bytes of a request's recurrent states, which a round reads twice and writes once.
-    top_k: the experts that a row uses, of num_experts.
+    top_k: how many of the num_experts experts a row uses.
     draft: weights that a draft pass reads.  num_draft_layers: the layers of that pass.
     block_rows: rows of the only pass of a block draft; 0 for other drafts, which run a pass for each level of the tree.
     extends: whether the draft also runs over the round's output tokens.  value_bytes: mean bytes of a weight."""

@@ -43,8 +43,7 @@ ChoicesByBatch = tuple[tuple[int, tuple[TreeShape, ...]], ...]
 
 @dataclass(frozen=True)
 class PredictedCosts:
-    """RoundCosts of a GPU, predicted from the sizes of the models and the speed of the GPU.
-    weights: the sizes of target and draft."""
+    """The times of rounds on a GPU, predicted from the models' sizes (weights) and the GPU's speed (chip)."""
 
     weights: PassWeights
     chip: ChipFigures
@@ -167,8 +166,7 @@ def adaptive_tree_choices(
     speculation: the user's settings.  On a CPU, a tree that the user sets runs in every round, and rounds without a
     draft pass are chosen only if other sources search texts.
     can_share_rows: whether requests may share rows; used only on a CPU.  sources: the sources beside the drafter.
-    weights: the sizes of target and draft.  max_steps: the maximum depth of this drafter; None for no
-    limit."""
+    weights: the sizes of target and draft.  max_steps: the maximum depth of this drafter; None for no limit."""
     if speculation.by_batch != "auto" or configured_tree == PLAIN_TREE:
         return None, ()
     looks_up = algorithm != "ngram" and bool(sources)
@@ -291,7 +289,7 @@ def _read_object(path: Path, expected: str) -> dict[str, Any]:
 # The default of max_pause_ms.  An 8B model on an H100 computes about 640 rows in this time.
 DEFAULT_PAUSE_MS = 20.0
 # Even the smallest pass may take longer than DEFAULT_PAUSE_MS / MIN_PASS_FACTOR, because it reads all weights.  Then a
-# pass may take MIN_PASS_FACTOR times as long as the smallest.  With fewer rows, prefill would have under half its speed.
+# pass may take MIN_PASS_FACTOR times as long as the smallest.  With fewer rows, prefill would be too slow.
 MIN_PASS_FACTOR = 2.0
 
 
