@@ -68,7 +68,7 @@ RenderLoop = Generator[Rendering, str, list[int]]
 
 
 def run_steps(steps: RenderLoop, render: Callable[[Rendering], str]) -> list[int]:
-    """Runs the generator `steps`, and calls `render` for each rendering.  Returns the token ids.  Raises EspalierError."""
+    """Runs the generator `steps`; `render` makes each rendered text.  Returns the token ids.  Raises EspalierError."""
     try:
         rendering = next(steps)
         while True:

@@ -166,10 +166,11 @@ class RoundCosts(Protocol):
 
 @dataclass(frozen=True)
 class ResolvedConfig:
-    """An EngineConfig without "auto": the values with which the engine runs.
+    """An EngineConfig without "auto": the values with which the engine runs.  For most fields, see EngineConfig.
 
     layout: the sizes of trees and passes.  num_pages: pages of the KV cache, including the dummy page for padding.
     num_snapshots: the most snapshots of recurrent states; 0 for a model without such states, or without a prefix cache.
+    graph_batch: the largest batch whose rounds run as CUDA graphs.
     round_costs: predicts the times of rounds; None if the engine chooses no trees while it runs (tree_choice.py).
     sources: names of the sources that propose tokens beside the draft.  index_bytes: memory of the source "index"."""
 

@@ -26,7 +26,7 @@ SHORT_SPIN_COUNT = "1000"
 
 
 def limit_spinning() -> None:
-    """Make waiting threads of PyTorch sleep soon.  No effect if the user chose how they wait, or if PyTorch is loaded."""
+    """Make waiting threads of PyTorch sleep soon.  No effect if the user chose how they wait, or PyTorch is loaded."""
     if "torch" not in sys.modules and not is_wait_policy_set():
         os.environ[SPIN_COUNT_VARIABLE] = SHORT_SPIN_COUNT
 

@@ -232,7 +232,7 @@ class LLM:
         number = self._num_requests
         self._num_requests += 1
         seed = sample_seed(self.config.seed, number + 1) if params.seed is None else params.seed
-        group: list[Request] = []
+        requests: list[Request] = []
         after = None if params.grammar is None else params.grammar.after
         for i in range(params.n):
             request = Request(
@@ -246,12 +246,12 @@ class LLM:
                 detokenizer=make_detokenizer(self.tokenizer, prompt, params) if detokenize else None,
                 masker=None if grammar is None else grammar.masker(params.stop_token_ids, after),
                 index=i,
-                prefix_leader=group[0] if group else None,
+                prefix_leader=requests[0] if requests else None,
                 client=client,
                 streamed=streamed,
             )
-            group.append(request)
-        return group
+            requests.append(request)
+        return requests
 
     # From requests to chunks
 

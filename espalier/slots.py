@@ -86,8 +86,9 @@ class SlotInit:
 
     tokens: all known tokens, prompt first.  start: the index of the first row to compute.
     commit_from: rows below this index are in shared pages and are never written.
-    end: the number of tokens at which the request finishes.  sampling: by column name, the values of the columns that
-    are not fields of this class.  counts_tokens: whether the slot counts its tokens, which penalties need."""
+    end: the number of tokens at which the request finishes.  depth_limit: the most draft tokens accepted per round.
+    sampling: by column name, the values of the columns that are not fields of this class.
+    counts_tokens: whether the slot counts its tokens, which penalties need."""
 
     slot: int
     tokens: tuple[int, ...]

@@ -75,10 +75,10 @@ def config_without_files(
     these defaults."""
     name = str(dtype).removeprefix("torch.")
     row_fields = {"kv_dtype": name, "draft_kv_dtype": name, "draft_attention": attention, "num_pages": layout.max_pages}
-    disabled: dict[str, Any] = {"overlap": False, "prefix_cache": False, "graph_batch": 0, "seed": 0}
-    disabled |= {"model_impl": "native", "model_overrides": {}}
-    disabled |= {"num_snapshots": 4 * layout.max_batch * bool(differing_fields.get("prefix_cache"))}
-    fields: dict[str, Any] = {"model": "", "draft": None, "threads": torch.get_num_threads(), **row_fields, **disabled}
+    switches: dict[str, Any] = {"overlap": False, "prefix_cache": False, "graph_batch": 0, "seed": 0}
+    switches |= {"model_impl": "native", "model_overrides": {}}
+    switches |= {"num_snapshots": 4 * layout.max_batch * bool(differing_fields.get("prefix_cache"))}
+    fields: dict[str, Any] = {"model": "", "draft": None, "threads": torch.get_num_threads(), **row_fields, **switches}
     return ResolvedConfig(
         layout=layout,
         algorithm=algorithm,

@@ -166,14 +166,14 @@ def trees_by_cost(
 
     Empty if the configured tree is predicted to be fastest at every batch size."""
     trees = [configured_tree, *smaller_trees(configured_tree, weights), PLAIN_TREE]
-    chosen: dict[int, TreeShape] = {}
+    chosen_trees: dict[int, TreeShape] = {}
     current = configured_tree
     for batch in _batch_buckets(max_batch):
         rates = {tree: assumed_accept_length(tree) / weights.round_seconds(tree, batch, chip) for tree in trees}
         best = max(trees, key=lambda tree: rates[tree])
         if rates[best] > MIN_SPEEDUP * rates[current]:
-            chosen[batch] = current = best
-    return chosen
+            chosen_trees[batch] = current = best
+    return chosen_trees
 
 
 def smaller_trees(configured_tree: TreeShape, weights: PassWeights) -> list[TreeShape]:

@@ -65,7 +65,7 @@ def tree_sets(
     has_sources: whether other sources propose tokens in addition to a draft."""
     trees = [configured_tree, *smaller_trees(configured_tree, costs.weights)]
     halved = configured_tree
-    sets: dict[int, tuple[TreeShape, ...]] = {}
+    trees_by_bucket: dict[int, tuple[TreeShape, ...]] = {}
     least = 1
     for bucket in sorted({next_bucket(batch) for batch in range(1, max_batch + 1)}):
         while halved.num_draft_tokens > 1 and halved.num_draft_tokens * min(bucket, max_batch) > MAX_VERIFY_ROWS:
@@ -74,10 +74,10 @@ def tree_sets(
         shapes = best_trees([tree for tree in fitting if tree != PLAIN_TREE], costs, bucket)
         if has_sources:
             shapes += (replace(halved, drafts=False),)
-        if shapes != next(reversed(sets.values()), None):
-            sets[least] = shapes
+        if shapes != next(reversed(trees_by_bucket.values()), None):
+            trees_by_bucket[least] = shapes
         least = bucket + 1
-    return tuple(sets.items())
+    return tuple(trees_by_bucket.items())
 
 
 def best_trees(trees: Sequence[TreeShape], costs: PredictedCosts, batch: int) -> tuple[TreeShape, ...]:
@@ -201,16 +201,16 @@ def _predicted_trees(configured_tree: TreeShape, costs: PredictedCosts, max_batc
 
 def _limit_trees(trees: TreesByBatch, configured_tree: TreeShape, max_batch: int) -> TreesByBatch:
     """Halves a tree's number of nodes from the batch size on at which its rows would exceed MAX_VERIFY_ROWS."""
-    limited: TreesByBatch = {}
+    limited_trees: TreesByBatch = {}
     all_trees = {1: configured_tree} | trees
     ends = [*(min_requests - 1 for min_requests in [*all_trees][1:]), max_batch]
     for end, (min_requests, shape) in zip(ends, all_trees.items(), strict=True):
         while shape.num_draft_tokens > 1 and (too_large_from := MAX_VERIFY_ROWS // shape.num_draft_tokens + 1) <= end:
             if too_large_from > min_requests:
-                limited[min_requests], min_requests = shape, too_large_from
+                limited_trees[min_requests], min_requests = shape, too_large_from
             shape = replace(shape, num_draft_tokens=shape.num_draft_tokens // 2)
-        limited[min_requests] = shape
-    return {batch: shape for batch, shape in limited.items() if (batch, shape) != (1, configured_tree)}
+        limited_trees[min_requests] = shape
+    return {batch: shape for batch, shape in limited_trees.items() if (batch, shape) != (1, configured_tree)}
 
 
 def parse_trees(table: Mapping[Any, Any], source: str) -> TreesByBatch:
