@@ -30,7 +30,7 @@ Number = TypeVar("Number", int, "Tensor")
 
 
 def max_draft_tokens(steps: int, topk: int) -> int:
-    """Returns the most nodes of a tree of `steps` depths, root included.  `topk` nodes of each depth get children."""
+    """Returns the most nodes of a tree, root included.  At each of its `steps` depths, topk nodes get topk children."""
     return 1 + topk + (steps - 1) * topk**2 if steps else 1
 
 
@@ -76,6 +76,7 @@ class TreeShape:
 
     @property
     def sizes(self) -> dict[str, Any]:
+        """The values of steps, topk and num_draft_tokens, by name."""
         return {name: getattr(self, name) for name in TREE_FIELDS}
 
     @property
@@ -107,8 +108,7 @@ TARGET_ONLY = replace(PLAIN_TREE, extends=False)
 
 
 def padded_batch(batch: int, buckets: Iterable[int]) -> int:
-    """Returns the smallest bucket that holds `batch` requests; `batch` itself if it is above the largest bucket.
-    buckets: the batch sizes to which rounds are padded, ascending."""
+    """Returns the smallest of `buckets` (padded batch sizes, ascending) that holds `batch` requests, else `batch`."""
     return next((bucket for bucket in buckets if bucket >= batch), batch)
 
 
@@ -124,7 +124,7 @@ class LaunchForm(NamedTuple):
 
     batch: number of requests.  width: rows of each piece of a prompt in a prefill pass; 0 for a round.
     pieces: number of pieces; 0 if each request has one piece.
-    tree: the round's tree; None for the layout's tree, and for a captured prefill pass, which always runs the draft."""
+    tree: the round's tree; None for that of RoundLayout.for_batch, and for a captured prefill (it runs the draft)."""
 
     batch: int
     width: int = 0
@@ -159,7 +159,7 @@ class RoundLayout:
     trees: (n, shape), n ascending.  Rounds of n or more requests, up to the next n, use this shape; smaller rounds use
     the configured tree.
     choices: (n, shapes), n ascending from 1.  Rounds of n or more requests, up to the next n, use one of these shapes
-    instead of `trees`, at first the first shape.  All batches of a bucket have the same shapes.  Empty if the engine
+    instead of `trees`, at first the first shape.  Batches of one padded size have the same shapes.  Empty if the engine
     does not choose trees while it runs.
     chunk_size: rows of one prefill pass.  busy_chunk_size: the same while streaming users wait; None: chunk_size.
     num_recomputed_tokens: how many rows at the end of a cached prefix the target computes again, for the draft.
@@ -207,6 +207,7 @@ class RoundLayout:
 
     @cached_property
     def tree(self) -> TreeShape:
+        """The configured tree."""
         return TreeShape(self.steps, self.topk, self.num_draft_tokens, self.shared_rows, self.drafts, self.extends)
 
     @property
@@ -359,7 +360,6 @@ class RoundLayout:
 
     def max_committed_rows(self, num_known: int, rounds_in_flight: int) -> int:
         """Returns the largest possible number of the target's K/V rows in a request's pages before a launch.
-
         num_known: index of the last token that the host has read.  rounds_in_flight: launched before this launch."""
         return num_known + rounds_in_flight * self.extend_width
 

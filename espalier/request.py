@@ -24,7 +24,7 @@ def _param(help: str, check: limits.Check, generation_config: str | None = None,
     """Returns a field that is unset by default.
 
     help: for the command line, the server and docs.  check: refuses values that no model supports.
-    generation_config: the name of the field's default in generation_config.json; None if that file has none.
+    generation_config: the field of generation_config.json that gives the default; None if that file has no such field.
     has_own_spelling: whether flag and body field are written by hand; otherwise, both are generated from this field.
     """
     metadata = {"help": help, "check": check, "generation_config": generation_config}

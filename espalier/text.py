@@ -396,7 +396,7 @@ def _new_text(old_text: str, full_text: str) -> str:
     """Returns the text that `full_text` adds to `old_text`, whose last character may have been incomplete."""
     if full_text.startswith(old_text):
         return full_text[len(old_text) :]
-    # The window may begin inside a character.  The U+FFFD of that character's bytes are the same in both texts.
+    # The window may begin inside a character.  The U+FFFD for its bytes are the same in both texts.
     return full_text[max(_common_prefix_length(old_text, full_text), len(old_text.rstrip(INCOMPLETE_CHAR))) :]
 
 

@@ -1,5 +1,5 @@
-"""`espalier batch IN OUT`: answers a file of requests in OpenAI's batch format.  An engine that the command starts, or
-running servers, make the answers.
+"""`espalier batch IN OUT`: answers a file of requests in OpenAI's batch format.  The answers come from an engine that
+the command starts, or from running servers.
 
 The output is written line by line.  After an interruption, the same command continues where it stopped.
 """

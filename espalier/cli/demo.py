@@ -1,4 +1,4 @@
-"""`espalier demo`: completes held-out prompts with plain decoding and with the tree, and draws one round.
+"""`espalier demo`: completes held-out prompts by plain decoding and by tree speculation, and draws one round.
 
 The drawing shows each node's score, the accepted nodes with the pages of their K/V, and the rejected nodes.
 """

@@ -70,7 +70,7 @@ def _add_learn_flags(parser: ArgumentParser) -> None:
         group.add_argument(learn_flag(f.name), type=int, metavar="N", help=about)
 
 
-def _learn_settings(args: Namespace, num_keys: int) -> dict[str, Any] | None:
+def _learn_settings(args: Namespace, num_api_keys: int) -> dict[str, Any] | None:
     """Returns the fields of LearnConfig; None without --learn.  Raises EspalierError."""
     names = [f.name for f in fields(LearnConfig)[1:]]
     learn_flags = {name: value for name in names if (value := getattr(args, f"learn_{name}")) is not None}
@@ -78,7 +78,7 @@ def _learn_settings(args: Namespace, num_keys: int) -> dict[str, Any] | None:
         if learn_flags:
             raise EspalierError(f"{learn_flag(next(iter(learn_flags)))} is for --learn; give that too, or leave it out")
         return None
-    if num_keys > 1:
+    if num_api_keys > 1:
         raise EspalierError(
             "--learn trains one draft from all clients' texts, and several --api-key keep clients apart: give one key, "
             "or leave out --learn"

@@ -32,7 +32,7 @@ from espalier.models.layer_loading import layer_specs_of
 SMALLER_TREES = (TreeShape(5, 4, 16), TreeShape(3, 2, 8), TreeShape(3, 1, 4), TreeShape(1, 1, 2))
 # Four numbers, fitted to 25 rounds of an 8B model on an H100 (docs/log.md): the fixed seconds of a layer and of a pass,
 # the share of the bandwidth at which the KV cache is read, and OVERLAP_EXPONENT.  With r for the time to read and m for
-# the time to multiply, both together take (r^e + m^e)^(1/e).  Exponent 1 is their sum; infinity is the longer of both.
+# the time to multiply, both together take (r^e + m^e)^(1/e).  With e = 1 this is r + m; with infinity, the longer one.
 LAYER_OVERHEAD_S, PASS_OVERHEAD_S, CACHE_BANDWIDTH_SHARE, OVERLAP_EXPONENT = 1.3e-5, 1e-4, 0.8, 2.25
 # From a batch size on, another tree is used if it is predicted to be at least this many times as fast.
 MIN_SPEEDUP = 1.03
@@ -42,7 +42,7 @@ ASSUMED_CONTEXT = 1024
 
 @dataclass(frozen=True)
 class ChipFigures:
-    """The measured speed of a GPU.  bandwidth: bytes read or written per second.  peak_flops: bf16 FLOPs per second."""
+    """The measured speed of a GPU.  gpu: its name.  bandwidth: bytes a second.  peak_flops: bf16 FLOPs a second."""
 
     gpu: str
     bandwidth: float

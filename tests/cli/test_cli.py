@@ -290,7 +290,7 @@ def test_help_that_a_full_disk_does_not_take_is_one_line_and_status_1(asked, cap
 def test_line_breaks_of_unicode_are_part_of_a_prompt(tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('"a\u2028b\x85c"\r\n"d"\n', encoding="utf-8", newline="")
-    assert generate._read_file(prompts) == ["a\u2028b\x85c", "d"]
+    assert generate._read_prompt_file(prompts) == ["a\u2028b\x85c", "d"]
 
 
 @pytest.mark.parametrize(
