@@ -179,7 +179,7 @@ def _slot_column(neutral_value: float, stage: str | None = None) -> Any:
     """Declares a number that SlotTable holds in a column of the same name: int as int64, float as float32.
 
     neutral_value: the default, which changes no logit.  stage: the part of sampling that uses the number, "filters" or
-    "penalties".  A launch skips the part if all its numbers are neutral.  None for other parameters."""
+    "penalties".  A launch skips the part if all numbers are neutral.  None for other parameters."""
     return field(default=neutral_value, metadata={"in_slot": True, "stage": stage})
 
 

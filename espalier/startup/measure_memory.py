@@ -37,7 +37,7 @@ def largest_prefill_pass(layout: RoundLayout, width: int) -> LaunchInput:
 
 
 def smaller_prefill_passes(layout: RoundLayout, vocab_size: int) -> Iterator[LaunchInput]:
-    """Yields smaller passes, which together use all kernels that no `largest_prefill_pass` uses.
+    """Yields smaller passes, which together use all remaining kernels: those that no `largest_prefill_pass` uses.
     The block sizes of kernels depend on the number of rows, usually rounded up to a power of two.  So passes of the
     smallest width have 2^n or 2^n + 1 pieces.  Triton compiles separate code for 1 row, and for multiples of 16."""
     narrowest, *wider = layout.chunk_widths
@@ -75,8 +75,8 @@ def prefill_passes_without_logprobs(layout: RoundLayout, powers: Sequence[int]) 
 
 def dummy_prefill_pass(width: int, num_pieces: int, num_requests: int, num_reported_rows: int) -> LaunchInput:
     """Returns a pass of dummy slots whose pieces are spread over the requests.
-    width: rows of a piece.  num_reported_rows: the first rows of the pass, as many as this number, report
-    log-probabilities."""
+    width: rows of a piece.  num_reported_rows: log-probabilities are reported for this many rows, the first rows of
+    the pass."""
     dummies = dummy_launch(num_requests, width, num_pieces if num_pieces > num_requests else 0)
     rows = None
     if num_reported_rows:
@@ -160,8 +160,8 @@ def measure_launch_memory(
 ) -> MeasuredMemory:
     """Runs the largest prefill pass of each width and the largest round of each tree, and returns the memory needed.
     The passes report all log-probabilities.  This function also compiles the kernels of all other prefill passes and of
-    eager rounds, so that no kernel is compiled while requests wait.  Kernels of captured launches are compiled when the
-    launches are captured."""
+    eager rounds, so that no kernel is compiled while requests wait.  Kernels of CUDA graphs are compiled when the graphs
+    are captured."""
     passes = [largest_prefill_pass(layout, width) for width in layout.chunk_widths]
     # Batches ascend, and a later batch replaces the batches of the same tree.  So each tree keeps its largest batch.
     staged = {

@@ -54,7 +54,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class DeviceDefaults:
-    """The values of "auto" for one device type.
+    """The values that replace "auto" on one device type.
     context_limit: the maximum of max_context.  memory_share: the share of the free memory that pages may take."""
 
     max_batch: int
@@ -83,7 +83,7 @@ class StartupInfo:
     layer_specs: specs of the target's layers, then of the draft's layers.
     max_position, hidden_size, num_layers: sizes of the target.  model_impl: what runs it, native or transformers.
     chip: the measured speed of the GPU; None on a CPU.  threads: the CPU's cores and threads.
-    pass_weights: the numbers of weights that passes read."""
+    pass_weights: the sizes that determine the time of a pass."""
 
     free_bytes: int
     weights: WeightSize

@@ -163,8 +163,8 @@ def adaptive_tree_choices(
     """Returns the values of ResolvedConfig.round_costs and RoundLayout.choices.
 
     Returns None and () if the engine does not choose trees while it runs.
-    speculation: the user's settings.  On a CPU, a tree that the user sets runs in every round, and rounds without a
-    draft pass are chosen only if other sources search texts.
+    speculation: the user's settings.  On a CPU, a tree that the user sets runs in every round.  Rounds without a draft
+    pass are chosen only if other sources search texts.
     can_share_rows: whether requests may share rows; used only on a CPU.  sources: the sources beside the drafter.
     weights: the sizes of target and draft.  max_steps: the maximum depth of this drafter; None for no limit."""
     if speculation.by_batch != "auto" or configured_tree == PLAIN_TREE:
