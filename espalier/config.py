@@ -286,6 +286,7 @@ def _fits_type(value: Any, annotation: Any) -> bool:
 
 
 def _is_within_limits(value: Any, limits: Mapping[str, Any]) -> bool:
+    """Whether a field's value is within the limits that `option` describes."""
     if is_unresolved(value):
         return True
     if "choices" in limits:

@@ -47,7 +47,7 @@ def physical_cores() -> int:
 
 
 def lower_priority(native_id: int) -> None:
-    """Make a thread yield its core to other threads.  native_id: its threading.Thread.native_id.  Only on Linux."""
+    """Give a thread a small share of a core that others want, on Linux only.  native_id: threading.Thread.native_id."""
     if sys.platform == "linux":
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, native_id, LOW_PRIORITY)

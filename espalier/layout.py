@@ -30,7 +30,7 @@ Number = TypeVar("Number", int, "Tensor")
 
 
 def max_draft_tokens(steps: int, topk: int) -> int:
-    """Returns the most nodes of a tree, root included.  At each of its `steps` depths, topk nodes get topk children."""
+    """Returns the most nodes of a tree: the root, and topk nodes at each depth but the last, have topk children."""
     return 1 + topk + (steps - 1) * topk**2 if steps else 1
 
 
@@ -164,8 +164,8 @@ class RoundLayout:
     chunk_size: rows of one prefill pass.  busy_chunk_size: the same while streaming users wait; None: chunk_size.
     num_recomputed_tokens: how many rows at the end of a cached prefix the target computes again, for the draft.
     block_rows: rows of the pass in which a block draft proposes all depths; 0 for other drafts.
-    num_text_paths: how many token sequences that the device finds in the request's own text join each tree.
-    num_sent_paths: how many token sequences that the host guesses join each tree."""
+    num_text_paths: how many token sequences from the request's own text, found by the device, join each tree.
+    num_sent_paths: how many token sequences that the host proposes join each tree."""
 
     max_batch: int
     steps: int
@@ -353,7 +353,7 @@ class RoundLayout:
         return (is_streamed and self.busy_chunk_size) or self.chunk_size
 
     def max_tokens_ahead(self, rounds: int) -> int:
-        """Returns how many tokens a request may have after `rounds` rounds, from the last token the host has read on.
+        """Returns the most tokens after `rounds` rounds, counted from the last token that the host has read (included).
 
         rounds: the rounds in flight, and the next launch."""
         return rounds * self.extend_width + 1

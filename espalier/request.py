@@ -315,7 +315,7 @@ class Request:
     priority: a lower number runs first and is preempted last; equal priorities go by client in turn, then by arrival.
     prompt_logprobs: log-probabilities of the prompt's tokens from the second on, as far as the host has read them.
     num_predicted: how many tokens of params.prediction are in output.  generation: how often the request left a slot.
-    prompt_cached: whether the prompt is prefilled, so that others share its pages.
+    prompt_cached: whether the prompt has been prefilled, so that other requests can share its pages.
     The next fields are valid only while the request has a slot.
     prefill_len: rows to prefill before rounds begin.  num_prefilled: how many of these rows are launched so far.
     num_known: index of the last decided token that the host has read.  K/V rows below this index are in pages.

@@ -1,5 +1,5 @@
-"""The command line.  Each command has a function that adds its flags, and a function `run`.  Flags of engine and
-sampling are generated from the fields of the config classes."""
+"""The command line.  Each command has a function that adds its flags, and a function `run`.  Most
+flags are generated from the fields of EngineConfig, SpeculationConfig and SamplingParams."""
 
 import signal
 import sys

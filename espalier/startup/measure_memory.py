@@ -160,7 +160,7 @@ def measure_launch_memory(
 ) -> MeasuredMemory:
     """Runs the largest prefill pass of each width and the largest round of each tree, and returns the memory needed.
     The passes report all log-probabilities.  This function also compiles the kernels of all other prefill passes and of
-    eager rounds, so that no kernel is compiled while requests wait.  Kernels of CUDA graphs are compiled when the graphs
+    eager rounds, so that no kernel is compiled while requests wait.  Kernels of CUDA graphs are compiled when graphs
     are captured."""
     passes = [largest_prefill_pass(layout, width) for width in layout.chunk_widths]
     # Batches ascend, and a later batch replaces the batches of the same tree.  So each tree keeps its largest batch.

@@ -28,7 +28,7 @@ from espalier.startup.tree_cost import ASSUMED_CONTEXT, ChipFigures, PassWeights
 # gains at most 2%; with 16, nothing (docs/log.md).
 SHARED_ROWS = 4
 # The depth of a tree on a CPU in a round without a draft pass, where all tokens are looked up in texts.  Repeated text
-# is often long, and the engine verifies no rows that would not be worth their time.
+# is often long, and the engine verifies only rows that are worth their time.
 MAX_LOOKUP_STEPS = 12
 # How good an unknown draft may be: the possible probabilities that the first child at depth 1 is accepted.
 POSSIBLE_RATES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
@@ -117,12 +117,12 @@ def choose_trees(
     requested: Any,
     configured_tree: TreeShape,
     costs: PredictedCosts | None,
-    is_user_set: bool = False,
+    user_set_tree: bool = False,
     max_batch: int = 1,
 ) -> TreesByBatch:
     """Returns the trees that differ from the configured tree, as {minimum number of requests: tree}.
     requested: a table, the path of a table, or "auto".  costs: None if there is no prediction, as on a CPU.
-    is_user_set: whether the user set a field of the configured tree, such as steps.
+    user_set_tree: whether the user set a field of the configured tree, such as steps.
     Logs one line with the trees and the reason; the line is a warning if "auto" may replace the user's tree.
     Raises EspalierError for an invalid table.  RoundLayout checks that trees fit the configured tree."""
     if isinstance(requested, Mapping):
@@ -138,7 +138,7 @@ def choose_trees(
     if requested == "auto":
         trees = _limit_trees(trees, configured_tree, max_batch)
     text = "; ".join(f"from {min_requests} requests on {shape}" for min_requests, shape in trees.items())
-    replaces_users_tree = requested == "auto" and is_user_set and costs is not None
+    replaces_users_tree = requested == "auto" and user_set_tree and costs is not None
     level = logging.WARNING if replaces_users_tree else logging.INFO
     log.log(level, "trees by batch: %s%s (%s)", configured_tree, f"; {text}" if trees else " at every batch", reason)
     return trees
@@ -289,7 +289,8 @@ def _read_object(path: Path, expected: str) -> dict[str, Any]:
 # The default of max_pause_ms.  An 8B model on an H100 computes about 640 rows in this time.
 DEFAULT_PAUSE_MS = 20.0
 # Even the smallest pass may take longer than DEFAULT_PAUSE_MS / MIN_PASS_FACTOR, because it reads all weights.  Then a
-# pass may take MIN_PASS_FACTOR times as long as the smallest.  With fewer rows, prefill would be too slow.
+# pass may take MIN_PASS_FACTOR times as long as the smallest.  With fewer rows in a pass, prefill would be less than half
+# as fast.
 MIN_PASS_FACTOR = 2.0
 
 
