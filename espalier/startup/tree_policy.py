@@ -289,8 +289,8 @@ def _read_object(path: Path, expected: str) -> dict[str, Any]:
 # The default of max_pause_ms.  An 8B model on an H100 computes about 640 rows in this time.
 DEFAULT_PAUSE_MS = 20.0
 # Even the smallest pass may take longer than DEFAULT_PAUSE_MS / MIN_PASS_FACTOR, because it reads all weights.  Then a
-# pass may take MIN_PASS_FACTOR times as long as the smallest.  With fewer rows in a pass, prefill would be less than half
-# as fast.
+# pass may take MIN_PASS_FACTOR times as long as the smallest.  With fewer rows in a pass, prefill would be less than
+# half as fast.
 MIN_PASS_FACTOR = 2.0
 
 
