@@ -176,8 +176,7 @@ def read_layer_config(fields: DraftFields, target: ModelConfig, target_hidden: i
 
 
 def _default_target_layers(num_target_layers: int, num_draft_layers: int) -> list[int]:
-    """Returns the target layers that z-lab's drafts read by default: spaced evenly, from layer 1 to the last but
-    two."""
+    """Returns the target layers that z-lab's drafts read by default: from 1 to the last but two, evenly spaced."""
     if num_draft_layers == 1:
         return [num_target_layers // 2]
     last = num_target_layers - 3

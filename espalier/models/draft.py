@@ -37,8 +37,7 @@ class DraftSpec:
     one module per layer.  A P-EAGLE head is one module, which proposes all levels in one pass.  A block draft has 0
     modules.
     block_rows: the rows of the pass that proposes all levels; 0 for drafts that propose one level per pass.
-    max_steps: the largest depth that a draft can propose in one pass, and so the depth limit of a tree; None for no
-    limit.
+    max_steps: the largest depth that a draft can propose in one pass, which limits a tree's depth; None for no limit.
     mask_token_id: the input token of mask rows, which are all rows of a block except the root's row.
     first_proposing_row: the index in a block of the row that proposes depth 1: 0 (the root) or 1 (the first mask row).
     is_causal_layer: for each layer of a block draft, whether a block row does not attend to later rows of its block.
@@ -209,8 +208,7 @@ class BlockModel(DraftModel, Protocol):
 
     def write_context(self, features: Tensor, p: Pass) -> None:
         """Writes the context rows of a pass to the cache, in every layer.
-        features: [B, W, F], the target's features (`spec.target_output`) at the W tokens of each request in the
-        pass."""
+        features: [B, W, F], the target's features (`spec.target_output`) at W tokens of each request."""
         ...
 
 

@@ -41,7 +41,7 @@ SHARED_FIELDS = ("dtype", "torch_dtype", "eos_token_id", "bos_token_id", "quanti
 
 
 def _known_family(config_json: Json) -> Family | None:
-    """Returns the family of a config.json by `architectures` (if missing, by `model_type`); None if it is unknown."""
+    """Returns the family that `architectures` (if missing, `model_type`) of a config.json names; None if unknown."""
     name = architecture_of(config_json)
     by_type = {} if config_json.get("architectures") else {family.model_type: family for family in FAMILIES.values()}
     return FAMILIES.get(str(name)) or by_type.get(str(name))
@@ -65,7 +65,7 @@ def find_family(config_json: Json, path: Path) -> Family:
 
 
 def is_multimodal(config_json: Json) -> bool:
-    """Whether a config.json belongs to a multimodal checkpoint whose text part one of the families supports."""
+    """Whether a config.json belongs to a multimodal checkpoint whose text part is supported by a family."""
     return any(architecture_of(config_json) in family.multimodal_architectures for family in FAMILIES.values())
 
 
@@ -211,7 +211,7 @@ def make_target(
     position_rows: int,
     max_context: int | None = None,
 ) -> Decoder:
-    """Builds the target from its weights.  See load_target.
+    """Builds the target from its weights.  The arguments are those of load_target.
     Raises EspalierError for a weight that is missing, misshapen or not used."""
     layer_specs = layer_specs_of(config)
     scale = float(torch.tensor(config.embedding_scale, dtype=weights.dtype))
@@ -248,8 +248,8 @@ def _log_longrope(config: ModelConfig, context: int) -> None:
 
 
 def unread_prefixes(config: ModelConfig) -> tuple[str, ...]:
-    """Returns the prefixes of stored weights that the target does not use: its MTP layers, which are a draft (mtp.py),
-    and the weights that the family ignores."""
+    """Returns the name prefixes of stored weights that the target does not use: the weights of its MTP layers, which
+    mtp.py loads as a draft, and the weights that the family ignores."""
     count = int(config.raw.get("num_nextn_predict_layers") or 0)
     mtp, layers = config.family.mtp, range(count)
     return *config.family.ignored_weights, *(

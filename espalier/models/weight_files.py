@@ -174,7 +174,7 @@ class WeightSize:
 def count_weights_in(
     path: Path, formats: FormatLookup, ignored_prefixes: tuple[str, ...] = (), stored_names: StoredNames = SAME_NAMES
 ) -> WeightSize:
-    """Returns the size of the weights that `Weights` reads from a directory, without `ignored_prefixes`.
+    """Returns the size of the weights that `Weights` reads from a directory, except those under `ignored_prefixes`.
 
     An unreadable safetensors file is not counted; loading reports the error later.  Raises EspalierError for an
     unreadable index or pytorch_model.bin.

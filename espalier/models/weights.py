@@ -128,7 +128,7 @@ class Weights:
         return float(self.load(name, 1))
 
     def load_parts(self, name: str, shape: tuple[int, ...], dim: int, parts: Sequence[RankPart]) -> Tensor:
-        """Returns `parts` of a plain tensor along dimension `dim`, concatenated.  Otherwise see `load`."""
+        """Returns `parts` of a plain tensor along dimension `dim`, concatenated, as `load` returns it."""
         declared = StoredTensor("", shape, row_dim=dim)
         return self._cat_tensors(
             [name] * len(parts), [declared] * len(parts), [declared.part_slices(part, part) for part in parts]
@@ -139,10 +139,10 @@ class Weights:
         exact_dtype = torch.promote_types(self.dtype, torch.float32)
         return self._read_checked(name, StoredTensor("", shape)).to(self.device, exact_dtype)
 
-    def load_entries(self, name: str, count: int, *shape: int) -> Iterator[Tensor]:
-        """Yields the entries of a plain tensor [count, *shape], cast to the model's dtype, on the device.
+    def load_entries(self, name: str, num_entries: int, *shape: int) -> Iterator[Tensor]:
+        """Yields the entries of a plain tensor [num_entries, *shape], cast to the model's dtype, on the device.
         Raises the errors of load_raw."""
-        for entry in self._read_checked(name, StoredTensor("", (count, *shape))):
+        for entry in self._read_checked(name, StoredTensor("", (num_entries, *shape))):
             yield entry.to(self.device, self.dtype)
 
     def empty(self, *shape: int) -> Tensor:
@@ -181,7 +181,7 @@ class Weights:
     ) -> Linear:
         """Returns a linear layer that stacks the matrices prefix + name, [rows, columns] each.  bias: whether the
         matrices have biases.  sums_over_ranks: if ranks divide the columns, whether the layer sums its outputs over the
-        ranks; if false, the caller does."""
+        ranks; if false, the caller sums them."""
         weight, biases = self.weight([f"{prefix}{name}" for name in names], rows, columns), None
         if bias:
             parts = [as_rank_part(size) for size in rows]
@@ -211,7 +211,7 @@ class Weights:
         return weights[0] if len(weights) == 1 else StackedWeights(weights)
 
     def require_parts(self, names: Sequence[str], sizes: Sequence[SizeOrPart]) -> None:
-        """Raises EspalierError if there are several ranks but no size is divided among them (a RankPart)."""
+        """Raises EspalierError if there are several ranks but no size is a RankPart, so that nothing is divided."""
         if self.shards.count > 1 and not any(isinstance(size, RankPart) for size in sizes):
             raise EspalierError(
                 f"{names[0]!r} has no part, so ranks cannot divide this architecture; use tensor_parallel=1"
@@ -238,7 +238,8 @@ class Weights:
         return file is not None and file.get_slice(stored_name).get_dtype() in PLAIN_DTYPE_NAMES
 
     def matrix(self, names: Sequence[str], rows: Sequence[SizeOrPart], columns: SizeOrPart) -> Tensor | QuantisedMatrix:
-        """Returns the stacked matrices as one dense or quantised matrix, not as a Weight.  See `weight`."""
+        """Returns the stacked matrices as one dense or quantised matrix, not as a Weight.  The arguments are
+        those of `weight`."""
         format = self._common_format(names)
         build_arguments = self._read_parts(format, names, rows, columns)
         with self._matrix_names_in_errors(names):
@@ -248,19 +249,19 @@ class Weights:
         return matrix
 
     def stacked_matrix(
-        self, name: str, matrix: str, count: int, rows: Sequence[SizeOrPart], columns: SizeOrPart
+        self, name: str, matrix_name: str, num_experts: int, rows: Sequence[SizeOrPart], columns: SizeOrPart
     ) -> QuantisedMatrix:
-        """Returns `count` experts [rows, columns].  Each stored tensor holds all experts; the tensor's name is name +
-        matrix + a suffix of the format.
+        """Returns `num_experts` experts [rows, columns].  Each stored tensor holds all experts.  The tensor's name is
+        name + matrix_name + a suffix of the format.
 
         rows: one or more parts of an expert's rows.  The result has the rows of all parts, in order.
         """
         format, parts, column_part = self.formats(name), [as_rank_part(size) for size in rows], as_rank_part(columns)
-        self.require_parts([f"{name}{matrix}"], (*rows, columns))
-        with self._matrix_names_in_errors([f"{name}{matrix}"]):
+        self.require_parts([f"{name}{matrix_name}"], (*rows, columns))
+        with self._matrix_names_in_errors([f"{name}{matrix_name}"]):
             tensors = {}
-            for declared in format.expert_tensors(count, parts[0].size, column_part.size):
-                tensor = self._read_checked(f"{name}{matrix}{declared.suffix}", declared)
+            for declared in format.expert_tensors(num_experts, parts[0].size, column_part.size):
+                tensor = self._read_checked(f"{name}{matrix_name}{declared.suffix}", declared)
                 cuts = [tensor[declared.part_slices(part, column_part)] for part in parts]
                 part_tensor = cuts[0] if len(cuts) == 1 else torch.cat(cuts, declared.row_dim or 0)
                 tensors[declared.suffix] = part_tensor.to(self.device)

@@ -103,10 +103,11 @@ class ParallelMLP:
     experts_input_norm: RMSNorm
     experts_output_norm: RMSNorm
 
-    def norm_input(self, norm: AnyNorm, delta: BlockOutput, x: Tensor) -> tuple[Tensor, ParallelMLPRows]:
-        """Returns (x + delta, the normed inputs of both blocks).  See residual.py:NormReader."""
+    def norm_input(self, norm: AnyNorm, delta: BlockOutput, residual: Tensor) -> tuple[Tensor, ParallelMLPRows]:
+        """Returns (residual + delta, the normed inputs of both blocks).  See residual.py:NormReader."""
         assert isinstance(delta, NormedOutputs) and isinstance(norm, RMSNorm)
-        total, (mlp_rows, rows, router_rows) = delta.add_and_norms(x, (norm, self.experts_input_norm, self.router_norm))
+        norms = norm, self.experts_input_norm, self.router_norm
+        total, (mlp_rows, rows, router_rows) = delta.add_and_norms(residual, norms)
         return total, ParallelMLPRows(mlp_rows, RoutedRows(rows, rows, router_logits(router_rows, self.mixture.router)))
 
     def __call__(

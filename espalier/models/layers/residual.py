@@ -14,8 +14,8 @@ from espalier.models.weight_formats.sharded import UnsummedOutput, sum_over_rank
 class NormReader(Protocol):
     """A block or a linear layer whose input is the norm of the residual."""
 
-    def norm_input(self, norm: AnyNorm, delta: BlockOutput, x: Tensor) -> tuple[Tensor, Any]:
-        """Returns (x + delta, the norm of that sum in the form that the block takes).  delta: the output of the
+    def norm_input(self, norm: AnyNorm, delta: BlockOutput, residual: Tensor) -> tuple[Tensor, Any]:
+        """Returns (residual + delta, the norm of that sum in the form that the block takes).  delta: the output of the
         previous block; see RMSNorm.add_and_norm."""
         ...
 
@@ -85,7 +85,7 @@ class Residual:
             self.per_layer_inputs = None if self.per_layer_inputs is None else self.per_layer_inputs[rows]
 
     def capture_input(self, layer: int) -> None:
-        """Makes the next norm store its sum, which is the input of this layer, in `captured_inputs`."""
+        """Makes the next norm store x + delta, which is the input of this layer, in `captured_inputs`."""
         self._captured_layer = layer
 
     def final_norm(self, norm: RMSNorm, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:

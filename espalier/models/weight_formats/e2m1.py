@@ -55,9 +55,9 @@ class Mxfp4Format(QuantisedFormat):
     def stored_matrix(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> QuantisedMatrix:
         raise EspalierError(f"format {self.name} is supported for stacked experts only")
 
-    def expert_tensors(self, count: int, rows: int, columns: int) -> tuple[StoredTensor, ...]:
+    def expert_tensors(self, num_experts: int, rows: int, columns: int) -> tuple[StoredTensor, ...]:
         require_multiple_of(self.name, "columns", columns, MXFP4_BLOCK_SIZE)
-        shape = (count, rows, columns // MXFP4_BLOCK_SIZE)
+        shape = (num_experts, rows, columns // MXFP4_BLOCK_SIZE)
         return (
             StoredTensor(
                 "_blocks", (*shape, MXFP4_BLOCK_SIZE // 2), torch.uint8, 1, 2, columns_per_entry=MXFP4_BLOCK_SIZE

@@ -84,14 +84,14 @@ class Fp8Format(QuantisedFormat):
             "fp8", tensors[".weight"], scales, self.block_shape[1] or columns, rows_per_scale, input_scales=inputs
         )
 
-    def expert_tensors(self, count: int, rows: int, columns: int) -> tuple[StoredTensor, ...]:
+    def expert_tensors(self, num_experts: int, rows: int, columns: int) -> tuple[StoredTensor, ...]:
         """Returns the tensors of stacked experts; see WeightFormat.  Their names have no `.weight`."""
         rows_per_scale, column_block = self.block_shape
         if rows_per_scale is None or column_block is None:
-            return super().expert_tensors(count, rows, columns)
-        shape = (count, -(-rows // rows_per_scale), -(-columns // column_block))
+            return super().expert_tensors(num_experts, rows, columns)
+        shape = (num_experts, -(-rows // rows_per_scale), -(-columns // column_block))
         return (
-            StoredTensor("", (count, rows, columns), FP8, 1, 2),
+            StoredTensor("", (num_experts, rows, columns), FP8, 1, 2),
             StoredTensor(STACK_SCALE_SUFFIX, shape, SCALE_DTYPES, 1, 2, rows_per_scale, column_block),
         )
 

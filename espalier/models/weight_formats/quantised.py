@@ -65,7 +65,7 @@ class QuantisedFormat(WeightFormat):
 
     @abstractmethod
     def stored_matrix(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> QuantisedMatrix:
-        """Returns the matrix with the input quantisation that the checkpoint declares, on any device.
+        """Returns the matrix, with the input quantisation that the checkpoint declares, for any device.
         rows: the number of rows of each matrix that is stacked."""
 
     def matrix(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> QuantisedMatrix:

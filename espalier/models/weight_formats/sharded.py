@@ -20,8 +20,8 @@ class ShardedWeight(Weight):
 
     __slots__ = ("format", "own_weight", "shards")
 
-    def __init__(self, own_weight: Weight, shards: Shards, out: int) -> None:
-        super().__init__((out, own_weight.shape[1]), own_weight.nbytes)
+    def __init__(self, own_weight: Weight, shards: Shards, num_outputs: int) -> None:
+        super().__init__((num_outputs, own_weight.shape[1]), own_weight.nbytes)
         self.format = own_weight.format
         self.own_weight = own_weight
         self.shards = shards
