@@ -80,8 +80,8 @@ def expert_layers_after_dense(config_fields: Json) -> frozenset[int]:
 
 
 def _experts_v2(config_fields: Json) -> Experts | None:
-    # As in the publisher's code, routing weights are scaled only if they are not normed.  Transformers never norms
-    # routing weights.  Published configs do not set norm_topk_prob.
+    # As in the publisher's code, routing weights are scaled only if they are not normalised to the sum 1.  Transformers
+    # never normalises routing weights.  Published configs do not set norm_topk_prob.
     norm = config_fields["norm_topk_prob"] and config_fields["num_experts_per_tok"] != 1
     scale = 1.0 if norm else config_fields["routed_scaling_factor"]
     as_published = {**config_fields, "norm_topk_prob": norm, "routed_scaling_factor": scale}

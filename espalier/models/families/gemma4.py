@@ -206,12 +206,12 @@ def _ropes(config_fields: Json) -> list[Json]:
                 "type of layer; correct it"
             )
     sizes = [layer_sizes.get("head_dim", config_fields["head_dim"]) for layer_sizes in _sizes_by_layer(config_fields)]
-    ropes = {kind: _without_ignored_share(parameters[kind]) for kind in set(kinds)}
+    ropes = {kind: _without_ignored_rotary_factor(parameters[kind]) for kind in set(kinds)}
     return [{"rope_parameters": ropes[kind], "head_dim": size} for kind, size in zip(kinds, sizes, strict=True)]
 
 
-def _without_ignored_share(parameters: Json) -> Json:
-    """Returns the RoPE parameters.  Transformers ignores `partial_rotary_factor` of the type `default`."""
+def _without_ignored_rotary_factor(parameters: Json) -> Json:
+    """Returns the RoPE parameters without a `partial_rotary_factor` that transformers ignores: with type `default`."""
     is_default = parameters.get("rope_type", "default") == "default"
     return {name: value for name, value in parameters.items() if not (is_default and name == "partial_rotary_factor")}
 
@@ -270,8 +270,8 @@ def _load_embedding(weights: Weights, config: ModelConfig, scale: float) -> Embe
         )
     table = weights.load("model.embed_tokens_per_layer.weight", rows, columns)
     project = weights.linear("model.", ("per_layer_model_projection",), (whole_part(columns),), hidden, bias=False)
-    # The layers' second inputs are (norm(project · H^-½) + table · P^½) · 2^-½.  The factor of the norm's input becomes
-    # a factor of the norm's eps.
+    # The layers' second inputs are (norm(project · H^-½) + table · P^½) · 2^-½.  Instead of the factor H^-½
+    # of the norm's input, the norm's eps gets the factor H.
     factors = weights.load_exact("model.per_layer_projection_norm.weight", size) * 2**-0.5
     norm = RMSNorm(factors, config.rms_norm_eps * hidden)
     return PerLayerEmbedding(embed, table, (size / 2) ** 0.5, project, norm)

@@ -41,8 +41,8 @@ RENAMED_FIELDS = {"layer_norm_epsilon": "rms_norm_eps", "layers_block_type": "la
 
 
 def _normalise_fields(config_json: Json) -> Json:
-    """Returns the fields under the names of other families, with `layer_types`.  rms_norm_eps is removed, because
-    transformers does not read it in this family."""
+    """Returns the fields under the names that all families share, with `layer_types` added.  A field rms_norm_eps is
+    removed, because transformers does not read it in this family."""
     fields = {name: value for name, value in config_json.items() if name != "rms_norm_eps"}
     fields |= {other: config_json[name] for name, other in RENAMED_FIELDS.items() if name in config_json}
     fields = with_numeric_time_step_limit(fields)

@@ -123,8 +123,8 @@ class MixtureMLP:
         For a few rows, one kernel computes the norm and the router's logits.  If the experts take quantised inputs, the
         kernel of the norm also quantises the normed rows."""
         rounding = rounding_in_norm(self.gate_up, residual)
-        is_supported = supports_norm_router(residual) and not isinstance(delta, NormedOutputs)
-        summed = sum_if_unsummed(delta) if is_supported else None
+        has_kernel = supports_norm_router(residual)
+        summed = sum_if_unsummed(delta) if has_kernel and not isinstance(delta, NormedOutputs) else None
         if summed is not None and norm.weight is not None:
             arguments = summed, residual, norm.weight, norm.eps, self.router, rounding
             total, normed, rounded, logits = norm_router.triton(*arguments)
