@@ -94,7 +94,7 @@ def _limit_parts(parts: tuple[Node, ...], spare_chars: int) -> Node:
 
 
 def _limit_to_least(node: Node, minimum: int) -> Node:
-    """Returns a node for the texts of at least `minimum` characters, or for a part of these texts."""
+    """Returns a node for the texts of at least `minimum` characters, or for some of these texts."""
     low, high = length_bounds(node)
     if low >= minimum:
         return node
@@ -137,7 +137,7 @@ DECIMAL_UNITS = 10**6
 
 
 def check_count_keywords(rules: dict[str, Any], path: str) -> None:
-    """Check minLength, maxItems and so on, and convert them to int.  A minimum must not be above its maximum."""
+    """Checks minLength, maxItems and so on, and converts them to int.  A minimum must not be above its maximum."""
     for noun in ("Length", "Items", "Properties"):
         least, most = (rules.get(f"{side}{noun}") for side in ("min", "max"))
         for side, count in (("min", least), ("max", most)):
