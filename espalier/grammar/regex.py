@@ -134,12 +134,13 @@ def _refusal(noun: str, regex: str, fault: str, position: int, remedy: str) -> E
 
 
 def _without_anchors(node: Node, outside: Node, regex: str, noun: str) -> Node:
-    """Returns the node without anchors.  outside: the text that may come before it without ^, or after it without $."""
+    """Returns the node without anchors.  outside: the text that is allowed where the node has no anchor."""
     return _resolve_anchors(_resolve_anchors(node, True, outside, regex, noun), False, outside, regex, noun)
 
 
 def _resolve_anchors(node: Node, is_start: bool, outside: Node, regex: str, noun: str) -> Node:
-    """Returns the node without the anchors of one side, ^ if is_start, else $.  outside: as in _without_anchors."""
+    """Returns the node without the anchors of one side, ^ if is_start, else $.  outside: the text that is allowed there
+    without it."""
     if isinstance(node, Alt):
         return alt([_resolve_anchors(branch, is_start, outside, regex, noun) for branch in node.branches])
     parts: list[Node] = list(node.parts) if isinstance(node, Seq) else [node]

@@ -98,6 +98,8 @@ def _subschemas(schema: Any) -> Iterator[dict[str, Any]]:
 
 
 class _SchemaRewriter:
+    """Rewrites a schema and its subschemas.  rules: the keywords of a subschema.  path: its JSON pointer."""
+
     def __init__(self, root: Any, strict: bool):
         self.root_schema = root
         self.strict = strict

@@ -119,5 +119,5 @@ def _parse_float(digits: str) -> float:
     return value
 
 
-def refuse_json_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")
+def refuse_json_constant(constant: str) -> Any:
+    raise ValueError(f"{constant} is not JSON")

@@ -1,7 +1,7 @@
 """The declaration of a draft (DraftSpec), and the interface of a loaded draft model (DraftModel).
 
-A DraftSpec depends only on the config.json of the draft and of its target.  So the engine computes the sizes of pages
-and slots before it reads weights.
+A DraftSpec depends only on the config.json of the draft and of its target.  So the engine computes the sizes of cache
+pages and of the tensors kept for a request before it reads weights.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -99,7 +99,7 @@ class DraftSpec:
 
     @property
     def slot_tensor_shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """The shapes, by name, of the draft's tensors that are kept for each request between rounds.
+        """The shapes, by name, of the draft's tensors that are kept for each request between decoding steps.
         hidden: the output of module 1 at the root.  feedk, for k from 2 to N: the hidden state that module k reads at
         the token after the root."""
         names = ["hidden", *(f"feed{k}" for k in range(2, self.num_modules + 1))] if self.num_modules else []

@@ -4,7 +4,7 @@ The head is one decoder layer over cat(norm(embedding of token q), norm(hidden s
 target's feature (`fc` over the captured inputs of some target layers) or, inside a tree, the draft's output at the
 parent.
 
-P-EAGLE heads may have more layers.  They propose all depths of a round in one causal pass.  The root's row is computed
+P-EAGLE heads may have more layers.  They propose all depths of a tree in one causal pass.  The root's row is computed
 as in EAGLE-3 and proposes depth 1.  The next rows are mask rows, which propose depths 2, 3 and so on.  All mask rows
 have the same input: a mask token, and a learned vector that replaces the target's features.  A mask row attends to all
 earlier rows.  Pages keep no mask rows.

@@ -7,7 +7,7 @@ fp8-block, nvfp4, mxfp4: the formats of published checkpoints with these names.
 
 `espalier quantize` writes a copy of a target or a draft (`quantise`) in the format of compressed-tensors, file by file.
 It quantises linear layers, experts that are stored one by one, and a draft's own head.  All other weights stay dense.
-Synthetic models use the quantised tensors directly.
+Synthetic models (with random weights) use the quantised tensors directly.
 """
 
 import json

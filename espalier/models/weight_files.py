@@ -115,6 +115,7 @@ def safetensors_files(path: Path) -> list[Path]:
 
 
 def read_bin(path: Path, is_allowed: bool) -> Mapping[str, Tensor]:
+    """Reads pytorch_model.bin.  is_allowed: false for a target, for which the file is refused."""
     file = path / BIN_FILE
     if not file.exists():
         kinds = f"*.safetensors or {BIN_FILE}" if is_allowed else "*.safetensors"

@@ -351,6 +351,7 @@ class Weights:
         return stacked
 
     def _read_checked(self, name: str, declared: StoredTensor) -> Tensor:
+        """Returns a stored tensor.  Raises EspalierError if its shape or dtype is not the declared one."""
         tensor = self.load_raw(name, *declared.shape)
         dtypes = PLAIN_DTYPES if declared.dtype is None else declared.dtype
         expected = dtypes if isinstance(dtypes, tuple) else (dtypes,)

@@ -64,7 +64,7 @@ class ForwardContext:
     inputs: dict[int, Tensor] = field(default_factory=dict)
 
 
-# A context variable, because transformers' layers cannot take the ForwardContext as an argument.
+# This is a context variable, because transformers' layers cannot take the ForwardContext as an argument.
 FORWARD_CONTEXT: ContextVar[ForwardContext] = ContextVar("forward context")
 
 
@@ -179,7 +179,7 @@ class TransformersTarget:
         self.head = linear_of(head)
         # Some embeddings have more rows than the vocabulary, for audio or an unknown token.
         self.embed = Embedding(model.get_input_embeddings().weight[: self.head.shape[0]])
-        # Linear layers whose weights are in a replacement.  They come after their parents in `modules`.
+        # Linear layers whose weights are in a replacement.  In `modules`, such a layer comes after its parent module.
         copied: set[nn.Module] = set()
         for module in model.modules():
             # A norm without parameters is not replaced: in some norm classes, only some modules have a weight.
@@ -257,7 +257,7 @@ class TransformersTarget:
         kept = p.kept_rows(layer)
         if kept is None:
             return attended
-        # The class computes all rows of the last layer, but only the kept rows are read.
+        # The class of transformers computes all rows of the last layer, but only the kept rows are read.
         rows = attended.new_zeros(p.tokens.numel(), *attended.shape[2:])
         return rows.index_copy(0, kept, attended[:, 0]).unflatten(0, p.tokens.shape)
 
@@ -286,7 +286,7 @@ def load_by_transformers(
             "read them; use speculation algorithm 'ngram'"
         )
     if weights_by_name is None:
-        Weights(path, dtype, "cpu")  # raises errors that name the file and a remedy
+        Weights(path, dtype, "cpu")  # only for its errors, which name the file and a remedy
         num_stored = count_weights_in(path, config.formats).num_cast_values
         # from_pretrained allocates memory for missing weights before it reports them.
         if probed.num_weights > 2 * num_stored:

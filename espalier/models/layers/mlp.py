@@ -41,8 +41,8 @@ class GatedMLP:
         return self.gate_up.norm_input(norm, delta, residual)
 
     def __call__(self, x: InputRows, live: Tensor | None = None) -> Tensor | UnsummedOutput:
-        """Returns the output [B·Q, hidden] for rows x [B·Q, hidden], or partial sums of the output
-        (RMSNorm.add_and_norm).
+        """Returns the output [B·Q, hidden] for rows x [B·Q, hidden], or partial sums of the output,
+        which the next norm adds.
 
         live: ignored, because a dense MLP computes every row.  MixtureMLP uses this argument.
         """
@@ -137,7 +137,7 @@ class MixtureMLP:
         return RoutedRows(x, x, router_logits(x, self.router))
 
     def __call__(self, routed: RoutedRows, live: Tensor | None = None) -> Tensor | UnsummedOutput:
-        """Returns the output [N, hidden] of N rows, or partial sums of the output (RMSNorm.add_and_norm).
+        """Returns the output [N, hidden] of N rows, or partial sums of the output, which the next norm adds.
         live: [N] bool, the rows that experts compute; None for all rows."""
         partial_sums = self._sum_of_experts(*routed, live)
         return partial_sums if self.shards.count == 1 else UnsummedOutput(partial_sums, self.shards, routed.x.dtype)

@@ -50,7 +50,7 @@ class DenseWeight(Weight):
 
 
 class TunedWeight(DenseWeight):
-    """A dense weight on a GPU.  Measured plans choose the kernel of a product by the number of rows."""
+    """A dense weight on a GPU.  plans: the kernel and its tiles for each number of input rows (linear_plans.py)."""
 
     __slots__ = ("_plans",)
 

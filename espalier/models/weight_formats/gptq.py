@@ -34,7 +34,7 @@ from espalier.models.weight_formats.quantised import (
 )
 from espalier.shards import RankPart
 
-# Adding this number to an int32 adds 1 to each nibble.  GPTQModel subtracts it before saving, even from nibbles of 0.
+# Adding this number to an int32 adds 1 to each nibble.  GPTQModel subtracts the number before saving, even from 0s.
 ONE_PER_NIBBLE = 0x11111111
 
 
