@@ -180,7 +180,7 @@ class DeclaredWeights(Weights):
         for name, size in zip(names, rows, strict=True):
             with self._matrix_names_in_errors([name]):
                 format = self.formats(name)
-                _require_divisible(format, format.tensors, as_rank_part(size), as_rank_part(columns))
+                _require_divisible(format, format.stored_tensors, as_rank_part(size), as_rank_part(columns))
         return self.empty(sum(len(as_rank_part(size)) for size in rows), len(as_rank_part(columns)))
 
     def stacked_matrix(

@@ -129,7 +129,7 @@ class Quantiser:
         if self.quantises_only_experts:
             return self.quantise_experts(dense[None])[0]
         format, stored = self.storage_formats({"layer": dense.shape[1]})("layer"), self.quantise(dense, dense.device)
-        declared = format.tensors(*dense.shape)
+        declared = format.stored_tensors(*dense.shape)
         tensors = {each.suffix: stored[each.suffix][None if each.row_dim is None else ...] for each in declared}
         matrix = format.matrix(tensors, [len(dense)], dense.shape[1])
         assert isinstance(matrix, QuantisedMatrix)

@@ -213,5 +213,5 @@ def _size_of_gguf(path: Path) -> WeightSize:
 
 
 def _size_of_tensor(name: str, tensor: Tensor, formats: FormatLookup) -> WeightSize:
-    keeps_dtype = formats(name.rpartition(".")[0]).keeps_dtype(name, tensor.dtype)
-    return WeightSize(0, tensor.nbytes) if keeps_dtype else WeightSize(tensor.numel(), 0)
+    keeps_stored_dtype = formats(name.rpartition(".")[0]).keeps_stored_dtype(name, tensor.dtype)
+    return WeightSize(0, tensor.nbytes) if keeps_stored_dtype else WeightSize(tensor.numel(), 0)

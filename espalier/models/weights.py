@@ -106,7 +106,7 @@ class Weights:
         For a tensor without a row dimension (such as an input scale), only the name is checked, because a single value
         may have the shape [] or [1]."""
         try:
-            declared = self.format_of(name).tensors(rows, columns)
+            declared = self.format_of(name).stored_tensors(rows, columns)
         except EspalierError:  # the format stores no such shape
             return False
         shapes = {f"{name}{tensor.suffix}": None if tensor.row_dim is None else tensor.shape for tensor in declared}
@@ -206,7 +206,7 @@ class Weights:
             group_names, group_rows = zip(*matrices, strict=True)
             build_arguments = self._read_parts(format, group_names, group_rows, columns)
             with self._matrix_names_in_errors(group_names):
-                weights.append(format.build(*build_arguments))
+                weights.append(format.build_weight(*build_arguments))
                 weights[-1].require_kernels(self.dtype)
         return weights[0] if len(weights) == 1 else StackedWeights(weights)
 
@@ -296,12 +296,12 @@ class Weights:
     def _read_parts(
         self, format: WeightFormat, names: Sequence[str], rows: Sequence[SizeOrPart], columns: SizeOrPart
     ) -> tuple[Mapping[str, Tensor], list[int], int]:
-        """Returns the arguments of WeightFormat.build for stacked matrices: the tensors, the rows and the columns."""
+        """Returns the arguments of WeightFormat.build_weight for stacked matrices: tensors, rows and columns."""
         tensors: Mapping[str, Tensor] = {}
         self.require_parts(names, (*rows, columns))
         parts, column_part = [as_rank_part(size) for size in rows], as_rank_part(columns)
         with self._matrix_names_in_errors(names):
-            tensors_by_matrix = [format.tensors(part.size, column_part.size) for part in parts]
+            tensors_by_matrix = [format.stored_tensors(part.size, column_part.size) for part in parts]
             cuts = [
                 [tensor.part_slices(part, column_part) for tensor in declared_tensors]
                 for declared_tensors, part in zip(tensors_by_matrix, parts, strict=True)

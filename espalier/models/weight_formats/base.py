@@ -165,12 +165,12 @@ class WeightFormat(ABC):
         return self
 
     @abstractmethod
-    def tensors(self, rows: int, columns: int) -> tuple[StoredTensor, ...]:
+    def stored_tensors(self, rows: int, columns: int) -> tuple[StoredTensor, ...]:
         """Returns the tensors that store a matrix [rows, columns].
         Raises EspalierError for a shape that the format cannot store."""
 
     @abstractmethod
-    def build(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> Weight:
+    def build_weight(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> Weight:
         """Returns one weight of stacked matrices.  rows: the number of rows of each matrix, in order.
         tensors: the tensors of all matrices on the device, by suffix.  Tensors with a row_dim are concatenated along
         this dimension.  Other tensors are stacked along an additional first dimension."""
@@ -178,12 +178,12 @@ class WeightFormat(ABC):
     def tensors_of_part(
         self, tensors: Mapping[str, Tensor], rows: Sequence[RankPart], columns: RankPart
     ) -> Mapping[str, Tensor]:
-        """Returns the tensors of a part of a matrix, for `build`.  tensors: sliced to the part already.  A subclass
+        """Returns the tensors of a part of a matrix, for build_weight.  tensors: the slices of this part.  A subclass
         corrects tensors whose values depend on the part, such as a tensor whose values are the matrix's shape."""
         return tensors
 
     def matrix(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> Tensor | QuantisedMatrix:
-        """Returns a matrix instead of a weight, for experts and latent attention.  See `build`."""
+        """Returns a matrix instead of a weight, for experts and latent attention.  See `build_weight`."""
         raise EspalierError(f"format {self.name} is supported for linear layers only, not for experts")
 
     def expert_tensors(self, num_experts: int, rows: int, columns: int) -> tuple[StoredTensor, ...]:
@@ -194,7 +194,7 @@ class WeightFormat(ABC):
         """Returns the matrix [experts, rows, columns].  tensors: by suffix, on the device."""
         raise NotImplementedError
 
-    def keeps_dtype(self, name: str, dtype: torch.dtype) -> bool:
+    def keeps_stored_dtype(self, name: str, dtype: torch.dtype) -> bool:
         """Whether a tensor keeps its stored dtype in memory.  All other tensors are cast to the model's dtype."""
         return False
 

@@ -52,7 +52,7 @@ class PackedFormat(QuantisedFormat):
     name = "pack-quantized"
     supports_shards = True
 
-    def tensors(self, rows: int, columns: int) -> tuple[StoredTensor, ...]:
+    def stored_tensors(self, rows: int, columns: int) -> tuple[StoredTensor, ...]:
         group = self.group_size or columns
         require_multiple_of(self.name, "columns", columns, NIBBLES_OF_INT32)
         require_multiple_of(self.name, "columns", columns, group)

@@ -105,10 +105,10 @@ class DenseFormat(WeightFormat):
     name = DENSE
     supports_shards = True
 
-    def tensors(self, rows: int, columns: int) -> tuple[StoredTensor, ...]:
+    def stored_tensors(self, rows: int, columns: int) -> tuple[StoredTensor, ...]:
         return (StoredTensor(".weight", (rows, columns), row_dim=0, column_dim=1),)
 
-    def build(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> Weight:
+    def build_weight(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> Weight:
         return dense_weight(tensors[".weight"])
 
     def matrix(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> Tensor:

@@ -60,7 +60,7 @@ class Fp8Format(QuantisedFormat):
         )
         return self if suffixes is None else replace(self, scale_suffix=suffixes[0], input_scale_suffix=suffixes[1])
 
-    def tensors(self, rows: int, columns: int) -> tuple[StoredTensor, ...]:
+    def stored_tensors(self, rows: int, columns: int) -> tuple[StoredTensor, ...]:
         rows_per_scale, column_block = self.block_shape
         if rows_per_scale is None:
             scale = StoredTensor(self.scale_suffix, (1,), SCALE_DTYPES)
@@ -120,7 +120,7 @@ class Fp8Format(QuantisedFormat):
         )
         return torch.cat(list(row_scales)), 1
 
-    def keeps_dtype(self, name: str, dtype: torch.dtype) -> bool:
+    def keeps_stored_dtype(self, name: str, dtype: torch.dtype) -> bool:
         return dtype == FP8 or name.endswith(
             (self.scale_suffix, STACK_SCALE_SUFFIX, *(suffix for pair in SCALE_SUFFIXES for suffix in pair))
         )

@@ -50,7 +50,7 @@ class GptqFormat(QuantisedFormat):
     name = "gptq"
     supports_shards = True
 
-    def tensors(self, rows: int, columns: int) -> tuple[StoredTensor, ...]:
+    def stored_tensors(self, rows: int, columns: int) -> tuple[StoredTensor, ...]:
         group = self.group_size or columns
         require_multiple_of(self.name, "rows", rows, NIBBLES_OF_INT32)
         require_multiple_of(self.name, "columns", columns, NIBBLES_OF_INT32)
@@ -119,7 +119,7 @@ class AwqFormat(QuantisedFormat):
     name = "awq"
     supports_shards = True
 
-    def tensors(self, rows: int, columns: int) -> tuple[StoredTensor, ...]:
+    def stored_tensors(self, rows: int, columns: int) -> tuple[StoredTensor, ...]:
         group = self.group_size or columns
         require_multiple_of(self.name, "rows", rows, NIBBLES_OF_INT32)
         require_multiple_of(self.name, "columns", columns, group)

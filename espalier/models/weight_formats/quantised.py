@@ -71,10 +71,10 @@ class QuantisedFormat(WeightFormat):
     def matrix(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> QuantisedMatrix:
         return adapt_to_device(self.stored_matrix(tensors, rows, columns))
 
-    def build(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> Weight:
+    def build_weight(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> Weight:
         return QuantisedWeight(self.matrix(tensors, rows, columns), self.name)
 
-    def keeps_dtype(self, name: str, dtype: torch.dtype) -> bool:
+    def keeps_stored_dtype(self, name: str, dtype: torch.dtype) -> bool:
         """Whether a tensor keeps its stored dtype.  Biases and norms (`.weight` of 16 bits or more) are cast."""
         return not name.endswith(".bias") and (dtype.itemsize == 1 or not name.endswith(".weight"))
 
