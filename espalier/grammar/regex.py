@@ -113,7 +113,7 @@ def format_node(regex: str) -> Node:
 
 
 def _checked_size(node: Node, regex: str, noun: str, remedy: str) -> Node:
-    """Returns the node.  Raises EspalierError if it matches no text or is too large.  noun: its word in errors."""
+    """Returns the node.  Raises EspalierError if it matches no text or is too large.  noun: what errors call it."""
     if node == NO_TEXT:
         raise EspalierError(f"{noun} {shown(regex)} allows no text; {remedy}")
     if num_states(node) > MAX_STATES:
@@ -139,8 +139,8 @@ def _without_anchors(node: Node, outside: Node, regex: str, noun: str) -> Node:
 
 
 def _resolve_anchors(node: Node, is_start: bool, outside: Node, regex: str, noun: str) -> Node:
-    """Returns the node without the anchors of one side, ^ if is_start, else $.  outside: the text that is allowed there
-    without it."""
+    """Returns the node without the anchors of one side, ^ if is_start, else $.  outside: the text that is allowed on
+    this side where there is no anchor."""
     if isinstance(node, Alt):
         return alt([_resolve_anchors(branch, is_start, outside, regex, noun) for branch in node.branches])
     parts: list[Node] = list(node.parts) if isinstance(node, Seq) else [node]

@@ -203,7 +203,7 @@ def num_ranges(node: Node) -> int:
 def regex_of(node: Node) -> str:
     """Returns the regex in ASCII, with only classes, groups and repetitions, which all parts of xgrammar read alike.
 
-    xgrammar merges the states of its automaton in which a text may end.  This fails if there are several such
+    xgrammar merges the states of its automaton in which a text may end.  The merge fails if there are several such
     states, or if a text can lead back to the first state.  The empty groups add an extra first and last state."""
     return f"(){{0,1}}({_text_of(node, num_states(node) <= MAX_CHARS_IN_BLOCKS)})()"
 
@@ -243,7 +243,7 @@ def _repetition_text(node: Repeat, uses_blocks: bool) -> str:
 def _repeat_in_blocks(char: str, minimum: int, maximum: int | None) -> str:
     """Returns the regex of a repeated character, without a count above MAX_UNROLLED.  char: the character's regex.
 
-    xgrammar evaluates larger counts at run time.  It then tries each token, so a mask takes a thousand times as long.
+    xgrammar evaluates larger counts at run time.  Then it tries each token, so a mask takes a thousand times as long.
     """
     times, rest = divmod(minimum, BLOCK_CHARS)
     text = (f"({char}{{{BLOCK_CHARS}}}){{{times}}}" if times else "") + (f"{char}{{{rest}}}" if rest else "")

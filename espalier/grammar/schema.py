@@ -1,4 +1,4 @@
-"""Rewrites a JSON schema into one that xgrammar enforces completely.  An error names the keyword of any other schema.
+"""Rewrites a JSON schema into one that xgrammar enforces completely.  Errors name keyword and place.
 
 xgrammar ignores some keywords, and enforces others only in part, so that it would allow invalid values.  Such a keyword
 is refused, or rewritten into other keywords.  The new schema may allow fewer values than the user's schema (only

@@ -35,7 +35,7 @@ class ModelOutput:
     hidden: [B, Q, H], the hidden states after the final norm; [B, 1, H] in a pass that computes one
     row of each request (`needed_row`).
     captured_inputs: the inputs of the n captured layers, [B, Q, H] each, in order.  If the input of the final norm is
-    captured, it has as many rows as `hidden`."""
+    captured, this input has as many rows as `hidden`."""
 
     hidden: Tensor
     captured_inputs: tuple[Tensor, ...]

@@ -39,14 +39,14 @@ from espalier.models.weight_formats import QUANTISATION_FIELDS, FormatLookup, de
 if TYPE_CHECKING:
     from espalier.models.from_transformers.probe import ProbeResult
 
-# The layer types of more than one family, as in `layer_types`.
+# Values of `layer_types` that more than one family uses.
 FULL_ATTENTION, SLIDING_ATTENTION, LINEAR_LAYER = "full_attention", "sliding_attention", "linear_attention"
 LayerWindows = tuple[int | None, ...]
 # A function that loads a layer: (weights, config, prefix of the layer's weight names, layer number, RoPE tables) -> a
 # models/base.py:Layer.  In a family with MTP layers, the function has one more argument: the layer's index in the
 # KV cache (default: the layer number).
 LoadLayer = Callable[..., Any]
-# A function that loads the first block of a layer: the same five arguments -> a models/layers/decoder.py:Mixer.
+# A function that loads the first block of a layer: LoadLayer's five arguments -> a models/layers/decoder.py:Mixer.
 LoadMixer = Callable[[Any, "ModelConfig", str, int, RopeTables], Any]
 # (weights, config, the factor by which embeddings are multiplied) -> the token embedding.
 LoadEmbedding = Callable[[Any, "ModelConfig", float], Any]

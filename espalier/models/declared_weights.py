@@ -89,7 +89,7 @@ def num_dense_values(config: ModelConfig) -> int:
 
 
 def num_expert_values(config: ModelConfig) -> int:
-    """Returns the number of values of one routed expert of each layer together; 0 without experts."""
+    """Returns (values of one routed expert) × (number of layers with experts); 0 without experts."""
     if config.probe_result is not None:
         return config.probe_result.num_expert_weights // config.probe_result.num_experts
     experts = config.experts

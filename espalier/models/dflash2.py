@@ -143,9 +143,9 @@ def _refuse_wrong_sizes(config: DFlash2Config, fields: DraftFields) -> None:
 
 @dataclass(frozen=True)
 class BlockConv:
-    """The two convolutions of a sublayer, with T taps: of the sublayer's input (index 0) and of its output (index 1).
+    """The two convolutions of a sublayer, with T taps each.  Index 0: of the sublayer's input.  Index 1: of its output.
     base_taps: [2, T, H], coefficients that are the same for all rows.  coefficient_weight: [2 · T · G, H], the
-    projection that computes more coefficients for each row: one for each tap and each of the G groups of channels."""
+    projection that computes further coefficients from each row: one for each tap and each of the G channel groups."""
 
     base_taps: Tensor
     coefficient_weight: Tensor

@@ -85,7 +85,7 @@ class DraftSpec:
     def num_recomputed_tokens(self) -> int:
         """The number of tokens of a cached prefix that the target computes again.
         After a prefix hit of m tokens, the modules continue with row m.  Row m of module k depends on the target's
-        hidden state at token m - k, and pages hold no hidden states.  So the target computes its rows from m - N on.
+        hidden state at token m - k, and pages hold no hidden states.  So the target runs again from token m - N on.
         The number is 0 for a block draft, whose rows depend only on the target's row of the same token."""
         return self.num_modules
 

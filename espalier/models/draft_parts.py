@@ -46,7 +46,7 @@ def gathered_embedding(target: CausalLM) -> Embedding:
 
 
 def draft_head(weights: Weights, layer: ModelConfig, draft_vocab: int, target: CausalLM, embed: Embedding) -> Linear:
-    """Returns the draft's lm_head.  If the draft has no head: its tied embedding, else the target's head.
+    """Returns the draft's lm_head.  A draft without a head uses its tied embedding or the target's head.
     Raises EspalierError if the target's head has another shape."""
     name, shape = "lm_head", (draft_vocab, layer.hidden_size)
     if weights.has_matrix(name):

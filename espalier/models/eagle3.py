@@ -166,7 +166,7 @@ def _captured_layers(
 ) -> tuple[int, ...]:
     """Returns the target layers whose inputs the head reads.
 
-    The ids of layers differ by one in the two formats.  In the format of speculators, top-level ids are the layers
+    The ids of layers differ by one between the two formats.  In the format of speculators, top-level ids are the layers
     whose inputs are captured (by default [2, L/2, L-3]).  In the format of SafeAILab and SpecForge, the ids in
     eagle_config are the layers whose outputs are captured; the output of layer i is the input of layer i + 1.
 

@@ -101,7 +101,7 @@ KV_SCALE_NAMES = (
 def load_kv_scales(weights: Weights, prefix: str, cache_spec: CacheSpec) -> KVScales | None:
     """Loads the FP8 scales of K and V of the attention under `prefix`.  Returns None if the checkpoint has no scales.
     The result has one scale for each head of this rank.  cache_spec: what the layer stores on all ranks together.
-    Raises EspalierError for a scale of K without one of V (or the reverse), and for a wrong shape."""
+    Raises EspalierError if only K or only V has a scale, and for a wrong shape."""
     heads = as_rank_part(1) if isinstance(cache_spec, LatentKV) else weights.shards.kv_heads_part(cache_spec.kv_heads)
     for names in KV_SCALE_NAMES:
         if any(f"{prefix}{name}" in weights for name in names):
@@ -238,7 +238,7 @@ def make_target(
 
 
 def _log_longrope(config: ModelConfig, context: int) -> None:
-    """Logs which frequencies of LongRoPE the model uses, because they change the model's output."""
+    """Logs which frequencies of LongRoPE the model uses, because this choice changes the model's output."""
     for original in {rope.original_max_position for rope in config.layer_ropes if rope.type == "longrope"}:
         used, other_limit = ("long", "at most") if context > original else ("short", "more than")
         log.info(

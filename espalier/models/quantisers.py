@@ -54,7 +54,7 @@ DENSE_NAMES = (
     # The gates of the delta rule are exponentials of these matrices' products, so quantisation errors would grow.
     *("in_proj_a", "in_proj_b", "in_proj_ba"),
 )
-# A draft's own head is quantised: its errors do not change the output, because the target decides every token.
+# A draft's own head is quantised.  Its quantisation errors do not change the output, because the target decides it.
 DENSE_IN_TARGETS = (*DENSE_NAMES, HEAD_NAME)
 # Block drafts read these matrices as plain tensors, so they stay dense.
 EDGE_MATRICES = ("markov_w1", "markov_w2", "markov_head.gate_proj", "markov_head.joint_proj")
@@ -153,7 +153,7 @@ def _patterns_of_layers(names: Sequence[str], group_sizes: Mapping[str, int | No
 
 
 def _any_number_pattern(name: str) -> str:
-    """Returns a regular expression for a matrix's name in which every number matches any number."""
+    """Returns a regular expression that matches the name with any other numbers in place of its numbers."""
     return f"re:{NUMBER_PATTERN.sub('[0-9]+', re.escape(name))}$"
 
 

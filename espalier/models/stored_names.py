@@ -66,7 +66,7 @@ NORMS_AROUND_BLOCKS = LayerNorms(
 class Experts:
     """The mixture-of-experts layers of a model.
 
-    layers: the indices of these layers; other layers have a dense MLP.  intermediate_size: the size of an expert.
+    layers: the indices of layers with experts; other layers have a dense MLP.  intermediate_size: an expert's size.
     shared_size: the intermediate size of the shared expert; 0 if there is no shared expert.
     shared_name: the name of the shared expert.  shared_has_bias: whether the shared expert has biases.
     shared_gate_name: the name of the weight [1, H] that gates the shared expert; None if there is no gate.

@@ -128,7 +128,7 @@ class Weights:
         return float(self.load(name, 1))
 
     def load_parts(self, name: str, shape: tuple[int, ...], dim: int, parts: Sequence[RankPart]) -> Tensor:
-        """Returns `parts` of a plain tensor along dimension `dim`, concatenated, as `load` returns it."""
+        """Returns the concatenated `parts` of a plain tensor along dimension `dim`, cast as in `load`."""
         declared = StoredTensor("", shape, row_dim=dim)
         return self._cat_tensors(
             [name] * len(parts), [declared] * len(parts), [declared.part_slices(part, part) for part in parts]

@@ -64,9 +64,9 @@ TREE_PARENTS = ((*range(13), 13, 13, 14, 14, 15), (*range(9), 9, 9, 10, 10, 11, 
 @refusal_reason("a small model of it cannot be made")
 def tiny_config(config: Any) -> Any:
     """Returns a config of the same class with tiny sizes and at most MAX_TINY_LAYERS layers.
-    If possible, these are the first layers up to the one that completes the layer types, at least four.  If these are
-    too many layers, they are the first four layers and the first layer of each other type.  If these are too many too,
-    they are the first MAX_TINY_LAYERS layers.  Raises EspalierError if the class refuses the tiny config."""
+    The config keeps the first layers, at least four, until every layer type has occurred.  If these layers are too
+    many, it keeps the first four layers and the first layer of each other type.  If these layers are too many too, it
+    keeps the first MAX_TINY_LAYERS layers.  Raises EspalierError if the class refuses the tiny config."""
     # The config's RoPE is left out, because its factors may only fit the true sizes.  So the class uses a default RoPE.
     ignored_prefixes = ("_", "rope_parameters", "rope_scaling")
     fields = {name: value for name, value in config.to_dict().items() if not name.startswith(ignored_prefixes)}
@@ -182,7 +182,7 @@ def require_one_call_each(layers: nn.ModuleList, calls: Sequence[AttentionCall])
 
 
 def find_stacked(model: nn.Module, calls: Sequence[tuple[nn.Module, Tensor]]) -> dict[type, tuple[str, ...]]:
-    """Returns, for each class, the names of its linear layers that are called in a row with the same input.
+    """Returns, for each class, the names of its linear layers that are called one after another with one input.
     calls: each linear layer and its input, in the order of the calls."""
     parents = {child: (parent, name) for parent in model.modules() for name, child in parent.named_children()}
     stacked: dict[type, tuple[str, ...]] = {}
@@ -211,8 +211,8 @@ def probe_tiny_model(model: Any) -> tuple[dict[type, MakeForward], dict[type, tu
     """
     from transformers import AttentionInterface
 
-    # The name is registered as an attention function, not as a mask function.  So transformers makes no mask.  For a
-    # mask, it would search the positions for packed sequences, on the host.
+    # The name is registered as an attention function, not as a mask function.  So transformers makes no mask.  To make
+    # a mask, transformers would search the positions for packed sequences, on the host.
     AttentionInterface.register(ATTENTION_NAME, attend)
     seen = torch.eye(1 + len(TREE_PARENTS[0]), dtype=torch.bool).repeat(len(TREE_PARENTS), 1, 1)
     for request_rows, parents in zip(seen, TREE_PARENTS, strict=True):

@@ -78,7 +78,7 @@ def attend(
 def run_layer_and_capture(forward: Any, layer: int, hidden_states: Tensor, *args: Any, **options: Any) -> Any:
     """Runs a layer and captures its input.  Also captures its output, as the input of layer `layer + 1`."""
     inputs = FORWARD_CONTEXT.get().inputs
-    # A copy, because a class may write to the residual that it gets.
+    # The input is copied, because a class may write to the residual.
     inputs[layer] = hidden_states.clone()
     out = forward(hidden_states, *args, **options)
     inputs[layer + 1] = out[0] if isinstance(out, tuple) else out

@@ -70,7 +70,7 @@ class AttentionBlock:
         return None
 
     def project(self, attention_output: Tensor) -> Tensor | UnsummedOutput:
-        """Projects the attention's output [B, Q, heads, size] to [B · Q, hidden].  May return partial sums of it."""
+        """Projects the attention's output [B, Q, heads, size] to [B · Q, hidden].  The result may be partial sums."""
         raise NotImplementedError
 
     def __call__(self, layer: int, rows: InputRows, s: Residual, p: Pass) -> Tensor | UnsummedOutput:
@@ -102,9 +102,10 @@ class Attention(AttentionBlock):
     output_gate: OutputGate | None = None
 
     def norm_input(self, norm: AnyNorm, delta: BlockOutput, residual: Tensor) -> tuple[Tensor, InputRows]:
+        if self.output_gate is None:
+            return self.qkv.norm_input(norm, delta, residual)
         # With a gate, the normed rows are not quantised: the gate may have another storage format than q, k and v.
-        read = self.qkv.norm_input
-        return read(norm, delta, residual) if self.output_gate is None else norm.add_and_norm(delta, residual)
+        return norm.add_and_norm(delta, residual)
 
     def write_kv(self, layer: int, rows: InputRows, p: Pass) -> Tensor:
         qkv = (

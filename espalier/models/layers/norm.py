@@ -113,7 +113,7 @@ class NormedOutputs:
         self.scale = scale
 
     def add_and_norms(self, x: Tensor, norms: Sequence[RMSNorm]) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Returns (the new residual, its results of up to 3 norms), [N, H] each.  On a GPU, one kernel computes all."""
+        """Returns (the new residual, the results of `norms`), [N, H] each.  On a GPU, one kernel computes both."""
         outputs = [(sum_over_ranks(output), output_norm) for output, output_norm in self.outputs]
         if has_fused_add_norm(x):
             with_weights = tuple((output, _norm_weight(output_norm)) for output, output_norm in outputs)

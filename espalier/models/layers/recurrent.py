@@ -59,8 +59,7 @@ class Mamba2:
         self.columns = state_spec.columns._replace(q_column=2 * inner + shared, k_column=2 * inner, v_column=inner)
 
     def norm_input(self, norm: AnyNorm, delta: BlockOutput, residual: Tensor) -> tuple[Tensor, InputRows]:
-        """Returns (residual + delta, the norm of that sum in the form that `input_projection` takes).  See
-        residual.py:NormReader."""
+        """Returns (residual + delta, the norm of that sum in the form that `input_projection` takes)."""
         return self.input_projection.norm_input(norm, delta, residual)
 
     def __call__(self, layer: int, rows: InputRows, s: Residual, p: Pass) -> Tensor | UnsummedOutput:
@@ -88,8 +87,7 @@ class GatedConv:
     out: Linear
 
     def norm_input(self, norm: AnyNorm, delta: BlockOutput, residual: Tensor) -> tuple[Tensor, InputRows]:
-        """Returns (residual + delta, the norm of that sum in the form that `input_projection` takes).  See
-        residual.py:NormReader."""
+        """Returns (residual + delta, the norm of that sum in the form that `input_projection` takes)."""
         return self.input_projection.norm_input(norm, delta, residual)
 
     def __call__(self, layer: int, rows: InputRows, s: Residual, p: Pass) -> Tensor | UnsummedOutput:

@@ -1,7 +1,7 @@
 """The residual stream of a pass.
 
-The output of a block is not added to the residual immediately.  The kernel of the next norm adds the output, so that it
-reads each row only once."""
+The output of a block is not added to the residual immediately.  The kernel of the next norm adds the output, so that
+each row is read only once."""
 
 from typing import Any, Protocol
 
@@ -70,8 +70,8 @@ class Residual:
         scale: float = 1.0,
     ) -> None:
         """Stores a block's output, [N, H] or partial sums.  The next norm adds this output to x.
-        norm: the norm of the output, for families with such a norm; scale: its factor.  Only one of the two may be set.
-        """
+        norm: the norm of the output, if the family has such a norm.  scale: the output's factor.  At most one is
+        set."""
         if norm is not None or scale != 1:
             assert isinstance(delta, Tensor | UnsummedOutput) and (norm is None or scale == 1)
             delta = sum_over_ranks(delta) * scale if norm is None else NormedOutputs((delta, norm))
