@@ -42,14 +42,14 @@ def _names_with_finite_text(
     for name, part in parts.items():
         for needed in requires(part):
             dependent_names.setdefault(needed, []).append(name)
-    finite: set[Any] = set()
+    finite_names: set[Any] = set()
     untried_names = list(parts)
     while untried_names:
         name = untried_names.pop()
-        if name not in finite and is_finite(parts[name], finite):
-            finite.add(name)
+        if name not in finite_names and is_finite(parts[name], finite_names):
+            finite_names.add(name)
             untried_names += dependent_names.get(name, ())
-    return finite
+    return finite_names
 
 
 def _references(schema: Any) -> Iterator[str]:

@@ -253,16 +253,16 @@ def parse_config(
     family: Family,
     path: Path,
     overrides: Mapping[str, Any] | None = None,
-    generation: Json | None = None,
+    generation_config: Json | None = None,
 ) -> ModelConfig:
     """Returns a ModelConfig from config.json.  Raises EspalierError naming a field that is missing or not supported.
-    overrides: fields that replace those of config.json.  generation: generation_config.json, for the eos ids."""
+    overrides: fields that replace those of config.json.  generation_config: generation_config.json, for the eos ids."""
     with path_in_errors(path):
-        return _parse_fields(config_json, family, path, overrides or {}, generation or {})
+        return _parse_fields(config_json, family, path, overrides or {}, generation_config or {})
 
 
 def _parse_fields(
-    config_json: Json, family: Family, path: Path, overrides: Mapping[str, Any], generation: Json
+    config_json: Json, family: Family, path: Path, overrides: Mapping[str, Any], generation_config: Json
 ) -> ModelConfig:
     config_json = family.normalise_fields(config_json)
     defaults = {"tie_word_embeddings": False, **family.defaults}
@@ -310,7 +310,7 @@ def _parse_fields(
         logit_cap=float(fields.get("final_logit_softcapping") or 0) or None,
         activation=_read_activation(fields, family.activation_field),
         # An override of eos_token_id also replaces the ids of generation_config.json.
-        eos_token_ids=read_eos_token_ids(fields, {} if "eos_token_id" in overrides else generation),
+        eos_token_ids=read_eos_token_ids(fields, {} if "eos_token_id" in overrides else generation_config),
         latent=latent,
         formats=read_formats(fields),
         stored_names=family.stored_names,

@@ -145,14 +145,14 @@ def kv_heads_and_head_size(config_fields: Json, heads: int, hidden: int) -> tupl
     return kv_heads, head_size
 
 
-def read_eos_token_ids(config_fields: Json, generation: Json) -> tuple[int, ...]:
-    ids: list[int] = []
-    for source in (generation.get("eos_token_id"), config_fields.get("eos_token_id")):
-        ids += source if isinstance(source, list) else [] if source is None else [source]
-    for token in ids:
+def read_eos_token_ids(config_fields: Json, generation_config: Json) -> tuple[int, ...]:
+    eos_token_ids: list[int] = []
+    for source in (generation_config.get("eos_token_id"), config_fields.get("eos_token_id")):
+        eos_token_ids += source if isinstance(source, list) else [] if source is None else [source]
+    for token in eos_token_ids:
         if not isinstance(token, int) or isinstance(token, bool):
             raise EspalierError(f"eos_token_id = {token!r}; a token id or a list of them is needed; correct it")
-    return tuple(dict.fromkeys(ids))
+    return tuple(dict.fromkeys(eos_token_ids))
 
 
 # Fields that choose the family.  They cannot be overridden.

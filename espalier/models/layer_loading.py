@@ -107,9 +107,9 @@ def _load_separate_experts(weights: Weights, experts: Experts, prefix: str, hidd
     return _unstack_experts(gate_up, count), _unstack_experts(down, count), None
 
 
-def _unstack_experts(matrix: ExpertMatrix, count: int) -> ExpertMatrix:
-    """Converts [count · out, in] to [count, out, in]."""
-    return matrix.unflatten(0, (count, -1)) if isinstance(matrix, Tensor) else matrix.experts(count)
+def _unstack_experts(matrix: ExpertMatrix, num_experts: int) -> ExpertMatrix:
+    """Converts [num_experts · out, in] to [num_experts, out, in]."""
+    return matrix.unflatten(0, (num_experts, -1)) if isinstance(matrix, Tensor) else matrix.experts(num_experts)
 
 
 def _load_stacked_experts(weights: Weights, experts: Experts, prefix: str, hidden: int) -> ExpertMatrices:
@@ -190,11 +190,11 @@ def layer_specs_of(config: ModelConfig) -> tuple[LayerSpec, ...]:
     return tuple(LayerSpec(config.heads, cache_spec, scale=scale, topk=indexer.topk) for cache_spec in cache_specs)
 
 
-def load_embedding(weights: Weights, config: ModelConfig, scale: float) -> Embedding:
-    """Loads this rank's rows of the token embedding.  scale: the factor by which embeddings are multiplied."""
+def load_embedding(weights: Weights, config: ModelConfig, embedding_scale: float) -> Embedding:
+    """Loads this rank's rows of the token embedding.  embedding_scale: the factor of every embedding."""
     part = weights.shards.vocab_part(config.vocab_size)
     table = weights.embedding_table("model.embed_tokens", part, config.hidden_size)
-    return Embedding(table, scale, None, config.vocab_size, weights.shards)
+    return Embedding(table, embedding_scale, None, config.vocab_size, weights.shards)
 
 
 def load_head(weights: Weights, name: str, vocab_size: int, hidden_size: int) -> Linear:
@@ -369,7 +369,7 @@ def load_mlp(weights: Weights, config: ModelConfig, prefix: str) -> GatedMLP:
 def load_mamba2(
     weights: Weights,
     prefix: str,
-    state: RecurrentState,
+    state_spec: RecurrentState,
     hidden: int,
     eps: float,
     *,
@@ -380,20 +380,21 @@ def load_mamba2(
     """Loads the Mamba 2 block under `prefix`.
     bias, conv_bias: whether the projections and the convolution have a bias.  dt_limits: the smallest and largest dt,
     the time step of the recurrence."""
-    inner, shared, channels = state.heads * state.v_size, state.k_heads * state.k_size, state.channels
-    conv = weights.load(f"{prefix}conv1d.weight", channels, 1, state.taps)[:, 0]
+    inner, shared = state_spec.heads * state_spec.v_size, state_spec.k_heads * state_spec.k_size
+    channels = state_spec.channels
+    conv = weights.load(f"{prefix}conv1d.weight", channels, 1, state_spec.taps)[:, 0]
     # Checkpoints store the channels in the order x, B, C.  Mamba2 needs the order C, B, x.
     x, b, c = torch.arange(channels, device=conv.device).split((inner, shared, shared))
     order = torch.cat((c, b, x))
     bias_of_channels = weights.load(f"{prefix}conv1d.bias", channels)[order] if conv_bias else None
     low, high = dt_limits
     return Mamba2(
-        state,
-        weights.linear(prefix, ("in_proj",), (inner + channels + state.heads,), hidden, bias),
+        state_spec,
+        weights.linear(prefix, ("in_proj",), (inner + channels + state_spec.heads,), hidden, bias),
         ShortConv(conv[order].contiguous(), bias_of_channels),
-        weights.load_exact(f"{prefix}A_log", state.heads),
-        weights.load_exact(f"{prefix}dt_bias", state.heads),
-        weights.load_exact(f"{prefix}D", state.heads),
+        weights.load_exact(f"{prefix}A_log", state_spec.heads),
+        weights.load_exact(f"{prefix}dt_bias", state_spec.heads),
+        weights.load_exact(f"{prefix}D", state_spec.heads),
         (float(low), float(high)),
         weights.norm(f"{prefix}norm", inner, eps),
         weights.linear(prefix, ("out_proj",), (hidden,), inner, bias),

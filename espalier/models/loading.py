@@ -133,12 +133,13 @@ def read_config(path: Path | str, overrides: Mapping[str, Any] | None = None, mo
     config_json = read_raw_config(path)
     file = path / "generation_config.json"
     with add_path_to_errors(path):
-        generation = read_json(file) if file.exists() else None
+        generation_config = read_json(file) if file.exists() else None
         if _runs_by_transformers(config_json, model_impl):
-            return read_by_transformers(config_json, path, overrides, generation)
+            return read_by_transformers(config_json, path, overrides, generation_config)
         has_other_parts = is_multimodal(config_json)
         text = text_config(config_json, path) if has_other_parts else config_json
-        config = parse_config(text, find_family({**text, **(overrides or {})}, path), path, overrides, generation)
+        family = find_family({**text, **(overrides or {})}, path)
+        config = parse_config(text, family, path, overrides, generation_config)
         return (
             replace(config, multimodal_architecture=architecture_of(config_json), stored_names=TEXT_PART_NAMES)
             if has_other_parts

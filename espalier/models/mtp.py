@@ -118,12 +118,12 @@ def holds_mtp_layers(path: Path, target: ModelConfig) -> bool:
     return all(weights.has_matrix(f"{prefix}{mtp.project}") for prefix in prefixes)
 
 
-def _family_of(base: DraftFields) -> Family:
+def _family_of(layer_fields: DraftFields) -> Family:
     """Returns the family of an MTP head's layers, by model_type.  Raises EspalierError for an unsupported family."""
     by_type = {family.model_type: family for family in FAMILIES.values() if family.usable_in_drafts}
-    declared = base.get("model_type")
+    declared = layer_fields.get("model_type")
     if declared not in by_type:
-        raise base.error(
+        raise layer_fields.error(
             f"MTP layers of model_type {declared!r} (in transformer_layer_config) are not supported; supported: "
             f"{', '.join(by_type)}"
         )

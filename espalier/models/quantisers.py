@@ -278,10 +278,10 @@ def _compressed_tensors_config(
     """Returns quantization_config in the format of compressed-tensors.  With a scale per row, inputs are quantised too.
     scheme: (format, type of weights, bits of weights, strategy of scales, columns of a group)."""
     format_name, kind, bits, strategy, group = scheme
-    common: dict[str, Any] = {"symmetric": True, "dynamic": False, "block_structure": None, "actorder": None}
-    common |= {"num_bits": bits, "type": kind}
-    inputs = {**common, "strategy": "token", "dynamic": True} if strategy == "channel" else None
-    weights = {**common, "strategy": strategy, "group_size": group}
+    common_fields: dict[str, Any] = {"symmetric": True, "dynamic": False, "block_structure": None, "actorder": None}
+    common_fields |= {"num_bits": bits, "type": kind}
+    inputs = {**common_fields, "strategy": "token", "dynamic": True} if strategy == "channel" else None
+    weights = {**common_fields, "strategy": strategy, "group_size": group}
     group_0 = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
     return {
         "quant_method": "compressed-tensors",

@@ -53,7 +53,7 @@ def routed_experts(config_fields: Json, topk_methods: tuple[str, ...], layers: f
     )
 
 
-def _routing(config_fields: Json, method: str) -> Routing:
+def _routing(config_fields: Json, topk_method: str) -> Routing:
     """Returns the routing for this topk_method."""
     routing = Routing(
         config_fields["n_routed_experts"],
@@ -61,10 +61,10 @@ def _routing(config_fields: Json, method: str) -> Routing:
         norm_topk_prob=bool(config_fields["norm_topk_prob"]),
         routed_scaling_factor=config_fields["routed_scaling_factor"],
     )
-    if method == "greedy":
+    if topk_method == "greedy":
         return routing
     routing = replace(routing, n_group=config_fields["n_group"] or 1, topk_group=config_fields["topk_group"] or 1)
-    if method == "group_limited_greedy":
+    if topk_method == "group_limited_greedy":
         return routing
     return replace(routing, scoring="sigmoid", group_score="top2_sum", correction_bias=True)
 

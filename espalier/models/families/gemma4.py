@@ -258,9 +258,9 @@ def _layer_specs(config: ModelConfig) -> tuple[LayerSpec, ...]:
     return tuple(specs)
 
 
-def _load_embedding(weights: Weights, config: ModelConfig, scale: float) -> Embedding:
+def _load_embedding(weights: Weights, config: ModelConfig, embedding_scale: float) -> Embedding:
     vocab, hidden, size = config.vocab_size, config.hidden_size, config.raw["hidden_size_per_layer_input"]
-    embed = load_embedding(weights, config, scale)
+    embed = load_embedding(weights, config, embedding_scale)
     if not size:
         return embed
     rows, columns = config.raw["vocab_size_per_layer_input"], config.num_layers * size

@@ -132,8 +132,8 @@ def _load_mamba(weights: Weights, config: ModelConfig, prefix: str) -> Mamba2:
     return load_mamba2(weights, prefix, _recurrent_state(config), config.hidden_size, config.rms_norm_eps, **options)
 
 
-def _load_embedding(weights: Weights, config: ModelConfig, scale: float) -> Embedding:
-    return Embedding(weights.load("model.embeddings.weight", config.vocab_size, config.hidden_size), scale)
+def _load_embedding(weights: Weights, config: ModelConfig, embedding_scale: float) -> Embedding:
+    return Embedding(weights.load("model.embeddings.weight", config.vocab_size, config.hidden_size), embedding_scale)
 
 
 FAMILY = Family(

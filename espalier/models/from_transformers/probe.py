@@ -348,7 +348,7 @@ def causal_class_name(config_json: Json) -> str | None:
 
 
 def read_by_transformers(
-    config_json: Json, path: Path, overrides: Mapping[str, Any] | None = None, generation: Json | None = None
+    config_json: Json, path: Path, overrides: Mapping[str, Any] | None = None, generation_config: Json | None = None
 ) -> ModelConfig:
     """Returns the config of a model that a class of transformers runs.
     Raises EspalierError, with the reason, if no class can run it."""
@@ -392,7 +392,7 @@ def read_by_transformers(
         "eos_token_id": full.get("eos_token_id"),
     }
     family = Family(name, config_json["model_type"], {}, layer_specs=lambda config: probed.specs)
-    eos_source = None if "eos_token_id" in (overrides or {}) else generation
+    eos_source = None if "eos_token_id" in (overrides or {}) else generation_config
     return replace(parse_config(plain_fields, family, path, None, eos_source), raw=full, probe_result=probed)
 
 

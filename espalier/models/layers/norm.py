@@ -159,9 +159,9 @@ class NoNorm:
         return total, total
 
 
-def sum_if_unsummed(delta: Tensor | UnsummedOutput | None) -> Tensor | None:
-    """Returns delta; an UnsummedOutput is first summed over the ranks."""
-    return None if delta is None else sum_over_ranks(delta)
+def sum_if_unsummed(block_output: Tensor | UnsummedOutput | None) -> Tensor | None:
+    """Returns block_output; an UnsummedOutput is first summed over the ranks."""
+    return None if block_output is None else sum_over_ranks(block_output)
 
 
 AnyNorm = RMSNorm | NoNorm

@@ -160,11 +160,11 @@ def _read_fp8(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> W
             f"quantization_config: FP8 weights by {strategy!r} are not supported, only symmetric ones by 'tensor', "
             "'channel' or 'block'"
         )
-    block: tuple[int | None, int | None] = (None, None) if strategy == "tensor" else (1, None)
+    block_shape: tuple[int | None, int | None] = (None, None) if strategy == "tensor" else (1, None)
     if strategy == "block":
-        block = read_block(weights.get("block_structure"))
+        block_shape = read_block(weights.get("block_structure"))
     kind, group = _read_inputs(inputs)
-    return Fp8Format(block, inputs=kind, group_size=group)
+    return Fp8Format(block_shape, inputs=kind, group_size=group)
 
 
 def _read_inputs(input_args: Mapping[str, Any] | None) -> tuple[Literal["static", "dynamic"] | None, int | None]:
