@@ -158,7 +158,7 @@ class BlockConv:
 
 class PendingConvolution(NamedTuple):
     """A sublayer's output that is not yet convolved.  One kernel convolves the output, adds it to the residual and
-    computes the next norm.  output: [N, H], or partial sums (RMSNorm.add_and_norm)."""
+    computes the next norm.  output: [N, H], or partial sums that the kernel adds."""
 
     output: Tensor
     coefficients: Tensor

@@ -52,9 +52,9 @@ class Int8Format(WeightFormat):
             StoredTensor(".weight_shape", (2,), torch.int64),
         )
 
-    def build_weight(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> Weight:
-        assert tensors[".weight_int8"].shape == (sum(rows), columns)
-        assert tensors[".weight_shape"].shape == (len(rows), 2)
+    def build_weight(self, tensors: Mapping[str, Tensor], row_counts: Sequence[int], columns: int) -> Weight:
+        assert tensors[".weight_int8"].shape == (sum(row_counts), columns)
+        assert tensors[".weight_shape"].shape == (len(row_counts), 2)
         return Int8Weight(tensors[".weight_int8"], tensors[".weight_scale"])
 
     def keeps_stored_dtype(self, name: str, dtype: torch.dtype) -> bool:

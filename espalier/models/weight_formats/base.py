@@ -170,8 +170,8 @@ class WeightFormat(ABC):
         Raises EspalierError for a shape that the format cannot store."""
 
     @abstractmethod
-    def build_weight(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> Weight:
-        """Returns one weight of stacked matrices.  rows: the number of rows of each matrix, in order.
+    def build_weight(self, tensors: Mapping[str, Tensor], row_counts: Sequence[int], columns: int) -> Weight:
+        """Returns one weight of stacked matrices.  row_counts: the number of rows of each matrix, in order.
         tensors: the tensors of all matrices on the device, by suffix.  Tensors with a row_dim are concatenated along
         this dimension.  Other tensors are stacked along an additional first dimension."""
 
@@ -182,7 +182,9 @@ class WeightFormat(ABC):
         corrects tensors whose values depend on the part, such as a tensor whose values are the matrix's shape."""
         return tensors
 
-    def matrix(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> Tensor | QuantisedMatrix:
+    def matrix(
+        self, tensors: Mapping[str, Tensor], row_counts: Sequence[int], columns: int
+    ) -> Tensor | QuantisedMatrix:
         """Returns a matrix instead of a weight, for experts and latent attention.  See `build_weight`."""
         raise EspalierError(f"format {self.name} is supported for linear layers only, not for experts")
 

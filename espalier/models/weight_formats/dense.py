@@ -108,10 +108,10 @@ class DenseFormat(WeightFormat):
     def stored_tensors(self, rows: int, columns: int) -> tuple[StoredTensor, ...]:
         return (StoredTensor(".weight", (rows, columns), row_dim=0, column_dim=1),)
 
-    def build_weight(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> Weight:
+    def build_weight(self, tensors: Mapping[str, Tensor], row_counts: Sequence[int], columns: int) -> Weight:
         return dense_weight(tensors[".weight"])
 
-    def matrix(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> Tensor:
+    def matrix(self, tensors: Mapping[str, Tensor], row_counts: Sequence[int], columns: int) -> Tensor:
         return tensors[".weight"]
 
 

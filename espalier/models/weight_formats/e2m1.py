@@ -52,7 +52,7 @@ class Mxfp4Format(QuantisedFormat):
     def stored_tensors(self, rows: int, columns: int) -> tuple[StoredTensor, ...]:
         raise EspalierError(f"format {self.name} is supported for stacked experts only")
 
-    def stored_matrix(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> QuantisedMatrix:
+    def stored_matrix(self, tensors: Mapping[str, Tensor], row_counts: Sequence[int], columns: int) -> QuantisedMatrix:
         raise EspalierError(f"format {self.name} is supported for stacked experts only")
 
     def expert_tensors(self, num_experts: int, rows: int, columns: int) -> tuple[StoredTensor, ...]:
@@ -141,7 +141,7 @@ class Nvfp4Format(QuantisedFormat):
             *inputs,
         )
 
-    def stored_matrix(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> QuantisedMatrix:
+    def stored_matrix(self, tensors: Mapping[str, Tensor], row_counts: Sequence[int], columns: int) -> QuantisedMatrix:
         scales, factor = tensors[self.suffixes.scales], tensors[self.suffixes.factor].flatten().double()
         wrong = factor[~((factor > 0) & factor.isfinite())]
         if wrong.numel():
@@ -155,7 +155,7 @@ class Nvfp4Format(QuantisedFormat):
                 "download it again"
             )
         matrix_scales = factor if self.suffixes.factor_use == "multiplied" else 1 / factor
-        lengths = torch.tensor(rows, device=scales.device)
+        lengths = torch.tensor(row_counts, device=scales.device)
         row_scales = matrix_scales.repeat_interleave(lengths)
         return make_nibble_matrix(
             "nvfp4", tensors[self.suffixes.codes], scales, NVFP4_GROUP_SIZE, row_scales=row_scales

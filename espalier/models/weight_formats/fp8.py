@@ -73,8 +73,8 @@ class Fp8Format(QuantisedFormat):
         static = (StoredTensor(self.input_scale_suffix, (1,), SCALE_DTYPES),) if self.inputs == "static" else ()
         return StoredTensor(".weight", (rows, columns), FP8, row_dim=0, column_dim=1), scale, *static
 
-    def stored_matrix(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> QuantisedMatrix:
-        scales, rows_per_scale = self._stacked_scales(tensors[self.scale_suffix], rows)
+    def stored_matrix(self, tensors: Mapping[str, Tensor], row_counts: Sequence[int], columns: int) -> QuantisedMatrix:
+        scales, rows_per_scale = self._stacked_scales(tensors[self.scale_suffix], row_counts)
         inputs = None
         if self.inputs is not None:
             inputs = InputScales(
@@ -104,19 +104,19 @@ class Fp8Format(QuantisedFormat):
         inputs = None if self.inputs is None else InputScales(self.group_size)
         return adapt_to_device(QuantisedMatrix("fp8", codes, scales, column_block, rows_per_scale, input_scales=inputs))
 
-    def _stacked_scales(self, scales: Tensor, rows: Sequence[int]) -> tuple[Tensor, int]:
+    def _stacked_scales(self, scales: Tensor, row_counts: Sequence[int]) -> tuple[Tensor, int]:
         """Returns the scales [blocks of rows, blocks of columns] of the stacked matrices, and the rows per block."""
         rows_per_scale = self.block_shape[0]
-        lengths = torch.tensor(rows, device=scales.device)
+        lengths = torch.tensor(row_counts, device=scales.device)
         if rows_per_scale is None:
             return scales.repeat_interleave(lengths, 0).contiguous(), 1
-        if len(rows) == 1 or not any(count % rows_per_scale for count in rows):
+        if len(row_counts) == 1 or not any(count % rows_per_scale for count in row_counts):
             return scales, rows_per_scale
         # A matrix begins inside a block of the stacked rows.  So scales are repeated: one scale for each row.
-        num_blocks = [-(-count // rows_per_scale) for count in rows]
+        num_blocks = [-(-count // rows_per_scale) for count in row_counts]
         row_scales = (
             part.repeat_interleave(rows_per_scale, 0)[:count]
-            for part, count in zip(scales.split(num_blocks), rows, strict=True)
+            for part, count in zip(scales.split(num_blocks), row_counts, strict=True)
         )
         return torch.cat(list(row_scales)), 1
 

@@ -64,7 +64,7 @@ class GGUFFormat(WeightFormat):
         shape = (rows, columns // kind.block_values, kind.block_bytes)
         return (StoredTensor(".weight", shape, torch.uint8, 0, 1, columns_per_entry=kind.block_values),)
 
-    def build_weight(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> BlockWeight:
+    def build_weight(self, tensors: Mapping[str, Tensor], row_counts: Sequence[int], columns: int) -> BlockWeight:
         return BlockWeight(BlockMatrix(BLOCK_TYPES[self.type], tensors[".weight"].flatten(1)))
 
     def keeps_stored_dtype(self, name: str, dtype: torch.dtype) -> bool:

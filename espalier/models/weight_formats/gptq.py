@@ -73,7 +73,7 @@ class GptqFormat(QuantisedFormat):
             return tensors
         return {**tensors, ".g_idx": column_groups_of_part(tensors[".g_idx"], columns, self.group_size)}
 
-    def stored_matrix(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> QuantisedMatrix:
+    def stored_matrix(self, tensors: Mapping[str, Tensor], row_counts: Sequence[int], columns: int) -> QuantisedMatrix:
         packed, group = tensors[".qweight"], self.group_size or columns
         order = common_column_order(tensors[".g_idx"], group)
 
@@ -83,7 +83,7 @@ class GptqFormat(QuantisedFormat):
 
         zeros = unpack_int32(tensors[".qzeros"] + self.zero_point_offset * ONE_PER_NIBBLE, 1).T.contiguous()
         scales = tensors[".scales"].T.contiguous()
-        return make_nibble_matrix("int4", pack_rows(unpack_rows, sum(rows)), scales, group, zeros, order)
+        return make_nibble_matrix("int4", pack_rows(unpack_rows, sum(row_counts)), scales, group, zeros, order)
 
 
 def read_gptq(quantisation: Mapping[str, Any]) -> FormatLookup:
@@ -131,7 +131,7 @@ class AwqFormat(QuantisedFormat):
             StoredTensor(".scales", (groups, rows), SCALE_DTYPES, 1, group_dim, columns_per_entry=group),
         )
 
-    def stored_matrix(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> QuantisedMatrix:
+    def stored_matrix(self, tensors: Mapping[str, Tensor], row_counts: Sequence[int], columns: int) -> QuantisedMatrix:
         packed = tensors[".qweight"]
 
         def unpack_rows(begin: int, end: int) -> Tensor:
@@ -139,7 +139,9 @@ class AwqFormat(QuantisedFormat):
 
         zeros = unpack_int32(tensors[".qzeros"], 1, AWQ_NIBBLE_ORDER).T.contiguous()
         scales = tensors[".scales"].T.contiguous()
-        return make_nibble_matrix("int4", pack_rows(unpack_rows, sum(rows)), scales, self.group_size or columns, zeros)
+        return make_nibble_matrix(
+            "int4", pack_rows(unpack_rows, sum(row_counts)), scales, self.group_size or columns, zeros
+        )
 
 
 def read_awq(quantisation: Mapping[str, Any]) -> FormatLookup:
