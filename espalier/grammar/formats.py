@@ -132,5 +132,5 @@ INTEGER_BOUNDS: Mapping[str, tuple[int, int]] = {
 
 @lru_cache
 def node_of_format(name: str, is_short: bool = False) -> Node:
-    """Returns the parsed regex of a format in FORMATS.  is_short: prefers a regex in _SHORT_FORMATS."""
+    """Returns the parsed regex of a format in FORMATS.  is_short: whether to prefer _SHORT_FORMATS."""
     return format_node(_SHORT_FORMATS.get(name, FORMATS[name]) if is_short else FORMATS[name])

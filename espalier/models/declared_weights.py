@@ -89,7 +89,7 @@ def num_dense_values(config: ModelConfig) -> int:
 
 
 def num_expert_values(config: ModelConfig) -> int:
-    """Returns (values of one routed expert) × (number of layers with experts); 0 without experts."""
+    """Returns (number of values of one routed expert) × (number of layers with experts); 0 without experts."""
     if config.probe_result is not None:
         return config.probe_result.num_expert_weights // config.probe_result.num_experts
     experts = config.experts
@@ -186,7 +186,7 @@ class DeclaredWeights(Weights):
     def stacked_matrix(
         self, name: str, matrix_name: str, num_experts: int, rows: Sequence[SizeOrPart], columns: SizeOrPart
     ) -> QuantisedMatrix:
-        """Returns a placeholder: one expert with this rank's rows, whose order a layer may change, and two columns."""
+        """Returns a placeholder: one expert with this rank's rows (which a layer may reorder) and two columns."""
         format, column_part = self.formats(name), as_rank_part(columns)
         self.require_parts([f"{name}{matrix_name}"], (*rows, columns))
         with self._matrix_names_in_errors([name]):

@@ -150,7 +150,7 @@ class Weights:
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
     def load_raw(self, name: str, *shape: int) -> Tensor:
-        """Returns a weight as it is stored, on the CPU.  Raises EspalierError for a missing weight or another shape."""
+        """Returns a weight as it is stored, on the CPU.  Raises EspalierError if it is missing or has another shape."""
         self.require_shape(name, shape)
         self._unused.discard(name)
         tensor = self._loaded[name] if name in self._loaded else self._read_tensor(name)

@@ -211,7 +211,7 @@ def _ropes(config_fields: Json) -> list[Json]:
 
 
 def _without_ignored_rotary_factor(parameters: Json) -> Json:
-    """Returns the RoPE parameters without a `partial_rotary_factor` that transformers ignores: with type `default`."""
+    """Returns the parameters; for type `default` without `partial_rotary_factor`, which transformers ignores."""
     is_default = parameters.get("rope_type", "default") == "default"
     return {name: value for name, value in parameters.items() if not (is_default and name == "partial_rotary_factor")}
 

@@ -168,7 +168,7 @@ def run_with_mask(
 
 
 def require_one_call_each(layers: nn.ModuleList, calls: Sequence[AttentionCall]) -> None:
-    """Check that each layer attended once, in order.  Raises EspalierError with the reason."""
+    """Checks that each layer attended once, in order.  Raises EspalierError with the reason."""
     if not calls:
         raise EspalierError("its attention does not go through transformers' AttentionInterface")
     layer_of = {module: i for i, layer in enumerate(layers) for module in layer.modules()}
@@ -266,7 +266,7 @@ class ProbeResult:
     """What the probe found about a model class of transformers with a config.
     replacements: module class -> the function that makes the replacement of a module's forward.
     stacked: module class -> the names of linear layers that become one product.
-    replaced_modules: the number of replaced modules of each class, in words.
+    replaced_modules: a text for the log, with the number of replaced modules of each class.
     can_capture: whether the input of every layer is one row [H] for each token.
     num_weights: the number of values in all matrices.  num_expert_weights: the values in the experts' matrices.
     num_experts: the number of experts.  top_k: the number of experts that a token uses.  Both are 1 without experts.
