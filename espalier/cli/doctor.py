@@ -14,7 +14,7 @@ from espalier.bench import tune
 from espalier.cache.layer_spec import specs_of_rank
 from espalier.config import EngineConfig, is_unresolved
 from espalier.errors import EspalierError
-from espalier.models.declared_weights import can_divide, possible_rank_counts
+from espalier.models.declared_weights import possible_rank_counts, ranks_can_divide
 from espalier.models.layer_loading import layer_specs_of
 from espalier.shards import Shards
 from espalier.speculate.drafters.registry import draft_shards
@@ -87,7 +87,7 @@ def _ranks_text(checkpoint: Checkpoint, dtype: torch.dtype) -> str:
     counts = possible_rank_counts(checkpoint.target, MAX_RANKS)
     if checkpoint.draft is not None:
         num_draft_ranks = {count: draft_shards(checkpoint.draft, Shards(0, count)).count for count in counts}
-        counts = [count for count in counts if can_divide(checkpoint.draft.layer, num_draft_ranks[count])]
+        counts = [count for count in counts if ranks_can_divide(checkpoint.draft.layer, num_draft_ranks[count])]
     weight_sizes = (f"{count}: {count_weights(checkpoint, count).nbytes(dtype) / 2**30:.2f} GiB" for count in counts)
     return f"  weights of each rank, by the number of ranks that divide these models: {', '.join(weight_sizes)}"
 

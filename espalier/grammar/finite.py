@@ -21,13 +21,13 @@ MAX_EBNF_COUNT = 2**31 - 1
 RULE_KIND, SEQUENCE_KIND, CHOICES_KIND, REPEAT_KIND = 4, 5, 6, 8
 
 
-def require_finite_values(schema: Mapping[str, Any]) -> None:
-    """Refuse a schema with a subschema that has no finite value.  Raises EspalierError with the innermost such place.
+def require_finite_values(schemas_by_place: Mapping[str, Any]) -> None:
+    """Raises EspalierError if a schema or subschema has no finite value.  The error names the innermost such place.
 
-    schema: an enforceable schema and its subschemas, by place (JSON pointer).  Every $ref refers to such a place."""
-    finite_places = _names_with_finite_text(schema, _has_finite_value, _references)
+    schemas_by_place: JSON pointer -> the schema there, rewritten by schema.py.  Every $ref is one of the pointers."""
+    finite_places = _names_with_finite_text(schemas_by_place, _has_finite_value, _references)
     # The innermost place is first, because the user must change the schema there.
-    endless = sorted(schema.keys() - finite_places, key=lambda place: (-place.count("/"), place))
+    endless = sorted(schemas_by_place.keys() - finite_places, key=lambda place: (-place.count("/"), place))
     if endless:
         problem = "no value ends: the schema always needs itself again, or more entries than it allows"
         raise schema_error(endless[0], problem, "make a reference optional, give it another branch, or lower a minimum")
@@ -42,14 +42,14 @@ def _names_with_finite_text(
     for name, part in parts.items():
         for needed in requires(part):
             dependent_names.setdefault(needed, []).append(name)
-    finite: set[Any] = set()
+    finite_names: set[Any] = set()
     untried_names = list(parts)
     while untried_names:
         name = untried_names.pop()
-        if name not in finite and is_finite(parts[name], finite):
-            finite.add(name)
+        if name not in finite_names and is_finite(parts[name], finite_names):
+            finite_names.add(name)
             untried_names += dependent_names.get(name, ())
-    return finite
+    return finite_names
 
 
 def _references(schema: Any) -> Iterator[str]:
@@ -65,6 +65,7 @@ def _references(schema: Any) -> Iterator[str]:
 
 
 def _has_finite_value(schema: Any, finite_places: set[str]) -> bool:
+    """Whether the schema has a finite value if the schemas at `finite_places` have one."""
     if not isinstance(schema, dict):
         return True
     if "$ref" in schema:
@@ -112,8 +113,8 @@ def check_ebnf(ebnf: str) -> str:
 
 
 def require_finite_rules(ebnf: str) -> None:
-    """Refuse a grammar with a reachable rule that no finite text matches.  Raises EspalierError, or RuntimeError for a
-    syntax error that xgrammar finds."""
+    """Raises EspalierError if no finite text matches a reachable rule of the grammar, and RuntimeError for a syntax
+    error that xgrammar finds."""
     import xgrammar
 
     for name in _endless_rules(json.loads(xgrammar.Grammar.from_ebnf(ebnf).serialize_json())):
@@ -146,6 +147,7 @@ def _endless_rules(parsed_grammar: dict[str, Any]) -> list[str]:
 
 
 def _rules_in(body: int, expressions: list[tuple[int, list[int]]]) -> set[int]:
+    """Returns the indices of the rules in an expression.  body: the expression's index."""
     kind, contents = expressions[body]
     if kind in (RULE_KIND, REPEAT_KIND):
         return {contents[0]}

@@ -53,8 +53,8 @@ def _base64(last_characters: str) -> str:
     return f"(?:{char}{{4}})*(?:{char}[AQgw]==|{char}{{2}}[AEIMQUYcgkosw048]=)?"
 
 
-# The lengths are not bounded here, because each character of a bounded part adds a state to the grammar, and each state
-# takes some 10 ms to compile.
+# The lengths of these parts are not bounded, because each character of a bounded part adds a state to the grammar, and
+# each state takes some 10 ms to compile.
 _HOST_LABEL = "[A-Za-z0-9](?:-?[A-Za-z0-9])*"
 _HOST = rf"{_HOST_LABEL}(?:\.{_HOST_LABEL})*"
 _MAIL_CHAR = r"[A-Za-z0-9!#$%&'*+/=?^_`{|}~\-]"
@@ -132,5 +132,5 @@ INTEGER_BOUNDS: Mapping[str, tuple[int, int]] = {
 
 @lru_cache
 def node_of_format(name: str, is_short: bool = False) -> Node:
-    """Returns the parsed regex of a format in FORMATS.  is_short: prefer the regex in _SHORT_FORMATS."""
+    """Returns the parsed regex of a format in FORMATS.  is_short: whether to prefer _SHORT_FORMATS."""
     return format_node(_SHORT_FORMATS.get(name, FORMATS[name]) if is_short else FORMATS[name])

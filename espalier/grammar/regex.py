@@ -1,4 +1,4 @@
-"""Parses regular expressions of Espalier's dialect (the table in docs/server.md), and refuses other syntax by name.
+"""Parses regular expressions of Espalier's dialect (the table in docs/server.md).  Errors name other syntax.
 
 An accepted expression has the same meaning in Python's re, and in ECMAScript if ECMAScript has the syntax.  As JSON
 Schema defines, a schema's pattern may match anywhere in the string: without ^ any text may come before, and without $
@@ -41,7 +41,7 @@ from espalier.grammar.regex_tree import (
 MAX_DEPTH = 64
 MAX_STATES = 100_000
 MAX_RANGES = 100_000
-# By escape letter: the number of hex digits after it.
+# Escape letter -> the number of hex digits after the letter.
 NUM_HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
 REPETITION_COUNTS_PATTERN = re.compile(r"\{([0-9]{1,9})(?:(,)([0-9]{0,9}))?\}")
 GROUP_NAME_PATTERN = re.compile(r"([A-Za-z_][A-Za-z0-9_]{0,63})>")
@@ -113,6 +113,7 @@ def format_node(regex: str) -> Node:
 
 
 def _checked_size(node: Node, regex: str, noun: str, remedy: str) -> Node:
+    """Returns the node.  Raises EspalierError if it matches no text or is too large.  noun: what errors call it."""
     if node == NO_TEXT:
         raise EspalierError(f"{noun} {shown(regex)} allows no text; {remedy}")
     if num_states(node) > MAX_STATES:
@@ -133,12 +134,13 @@ def _refusal(noun: str, regex: str, fault: str, position: int, remedy: str) -> E
 
 
 def _without_anchors(node: Node, outside: Node, regex: str, noun: str) -> Node:
-    """Returns the node without anchors.  outside: the node to add before the regex without ^, or after it without $."""
+    """Returns the node without anchors.  outside: the text that is allowed where the node has no anchor."""
     return _resolve_anchors(_resolve_anchors(node, True, outside, regex, noun), False, outside, regex, noun)
 
 
 def _resolve_anchors(node: Node, is_start: bool, outside: Node, regex: str, noun: str) -> Node:
-    """Returns the node without the anchors of one side, ^ if is_start, else $.  outside: see _without_anchors."""
+    """Returns the node without the anchors of one side, ^ if is_start, else $.  outside: the text that is allowed on
+    this side where there is no anchor."""
     if isinstance(node, Alt):
         return alt([_resolve_anchors(branch, is_start, outside, regex, noun) for branch in node.branches])
     parts: list[Node] = list(node.parts) if isinstance(node, Seq) else [node]
@@ -173,7 +175,7 @@ def _require_no_anchor(node: Node, is_start: bool, regex: str, noun: str) -> Non
 
 
 class _RegexParser:
-    """A parser of one regex.  noun: names the regex in errors.  newlines: the characters that "." excludes."""
+    """A parser of one regex.  noun: the word for the regex in errors.  newlines: the characters that "." excludes."""
 
     def __init__(self, regex: str, noun: str, newlines: Ranges):
         if not isinstance(regex, str):

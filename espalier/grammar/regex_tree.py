@@ -19,7 +19,7 @@ Ranges = tuple[tuple[int, int], ...]
 
 
 class Characters(NamedTuple):
-    """The characters of a class: those that every dialect accepts, and those that at least one dialect accepts."""
+    """The characters that a class accepts in every dialect, and those that it accepts in at least one dialect."""
 
     in_every_dialect: Ranges
     in_some_dialect: Ranges
@@ -87,7 +87,8 @@ NEWLINES: Ranges = ranges_of_text("\n\r\u2028\u2029")
 
 
 CARET_RANGES = ranges_of_text("^")
-# The last code points that have two and three bytes in UTF-8.  _without_utf8_gaps says why ranges must not span them.
+# The last code points that have two and three bytes in UTF-8.  _without_utf8_gaps says why a range must not go on after
+# them.
 UTF8_GAPS = (0x7FF, 0xFFFF)
 # The largest repetition count that xgrammar unrolls.
 MAX_UNROLLED = 128
@@ -150,8 +151,8 @@ def seq(parts: list[Node]) -> Node:
 
 
 def alt(branches: list[Node]) -> Node:
-    """Returns a node for any of the branches.  An empty branch makes the other branches optional instead of being kept,
-    so that no text matches in two ways."""
+    """Returns a node for any of the branches.  If a branch is empty, this branch is left out and the other branches
+    become optional, so that no text matches in two ways."""
     distinct = tuple(branch for branch in dict.fromkeys(branches) if branch not in (EMPTY_TEXT, NO_TEXT))
     node = distinct[0] if len(distinct) == 1 else Alt(distinct)
     return repeat(node, 0, 1) if EMPTY_TEXT in branches else node
@@ -202,7 +203,7 @@ def num_ranges(node: Node) -> int:
 def regex_of(node: Node) -> str:
     """Returns the regex in ASCII, with only classes, groups and repetitions, which all parts of xgrammar read alike.
 
-    xgrammar merges the states of its automaton in which a text may end.  This fails if there are several such
+    xgrammar merges the states of its automaton in which a text may end.  The merge fails if there are several such
     states, or if a text can lead back to the first state.  The empty groups add an extra first and last state."""
     return f"(){{0,1}}({_text_of(node, num_states(node) <= MAX_CHARS_IN_BLOCKS)})()"
 
@@ -242,7 +243,7 @@ def _repetition_text(node: Repeat, uses_blocks: bool) -> str:
 def _repeat_in_blocks(char: str, minimum: int, maximum: int | None) -> str:
     """Returns the regex of a repeated character, without a count above MAX_UNROLLED.  char: the character's regex.
 
-    xgrammar evaluates larger counts at run time.  It then tries each token, so a mask takes a thousand times as long.
+    xgrammar evaluates larger counts at run time.  Then it tries each token, so a mask takes a thousand times as long.
     """
     times, rest = divmod(minimum, BLOCK_CHARS)
     text = (f"({char}{{{BLOCK_CHARS}}}){{{times}}}" if times else "") + (f"{char}{{{rest}}}" if rest else "")
@@ -262,16 +263,14 @@ def _class_text(ranges: Ranges) -> str:
     if len(ranges) == 1 and ranges[0][0] == ranges[0][1] and _needs_no_escape(ranges[0][0]):
         return chr(ranges[0][0])
     ranges = _without_utf8_gaps(ranges)
-    # A first caret would negate the class.
+    # A caret at the beginning would negate the class.
     is_first = ranges[0] == CARET_RANGES[0]
     return "[" + "".join(map(_range_text, ranges[is_first:] + ranges[:is_first])) + "]"
 
 
 def _without_utf8_gaps(ranges: Ranges) -> Ranges:
-    """Returns the ranges without the code points UTF8_GAPS in the middle of a range.
-
-    xgrammar would make bytes that are not UTF-8 from a range that goes on after such a code point.
-    """
+    """Splits the ranges at the code points UTF8_GAPS, and leaves these code points out if a range goes on after them.
+    From a range that goes on after such a code point, xgrammar would make bytes that are not UTF-8."""
     pieces = []
     for first, last in ranges:
         for gap in UTF8_GAPS:

@@ -1,8 +1,8 @@
-"""Rewrites a JSON schema into one that xgrammar enforces completely.  Refuses other schemas by keyword and place.
+"""Rewrites a JSON schema into one that xgrammar enforces completely.  Errors name keyword and place.
 
 xgrammar ignores some keywords, and enforces others only in part, so that it would allow invalid values.  Such a keyword
-is refused, or rewritten into other keywords.  The new schema may allow fewer values than the user's schema (closed
-objects, strings without escapes), never more.  tests/grammar/test_schema.py checks allowed values
+is refused, or rewritten into other keywords.  The new schema may allow fewer values than the user's schema (only
+named properties in objects, strings without escapes), never more.  tests/grammar/test_schema.py checks allowed values
 with the jsonschema package.
 """
 
@@ -32,7 +32,7 @@ ANNOTATION_KEYWORDS = frozenset(
 )
 DEFINITION_KEYWORDS = frozenset(("$defs", "definitions"))
 NUMERIC_KEYWORDS = frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "format"))
-# By type: the keywords that this module enforces.
+# JSON type -> the keywords that this module enforces.
 KEYWORDS_OF: Mapping[str, frozenset[str]] = {
     "object": frozenset(("properties", "required", "additionalProperties", "minProperties", "maxProperties")),
     "array": frozenset(("items", "prefixItems", "minItems", "maxItems", "uniqueItems")),
@@ -57,7 +57,7 @@ IS_OF_TYPE: Mapping[str, Callable[[Any], bool]] = {
 def enforceable_schema(text: str, strict: bool = True) -> str:
     """Returns a schema that xgrammar enforces, as JSON text.  All its values are valid under the schema `text`.
 
-    strict: see Grammar.strict.  Raises EspalierError, whose message names the keyword and its place.
+    strict: whether objects with unnamed properties are refused.  Raises EspalierError with the keyword and its place.
     """
     schema = read_json("JSON schema", text)
     rewriter = _SchemaRewriter(schema, strict)
@@ -70,7 +70,7 @@ def enforceable_schema(text: str, strict: bool = True) -> str:
 
 
 def _deduplicate_patterns(schema: dict[str, Any]) -> None:
-    """Replace equal string patterns by references to one definition, so that xgrammar compiles the pattern once."""
+    """Replaces equal string patterns by references to one definition, so that xgrammar compiles the pattern once."""
     string_schemas = [
         part for part in _subschemas(schema) if part.keys() == {"type", "pattern"} and isinstance(part["pattern"], str)
     ]
@@ -79,7 +79,8 @@ def _deduplicate_patterns(schema: dict[str, Any]) -> None:
     new_names = (name for i in count() if (name := f"string{i}") not in old_defs)
     names = {pattern: next(new_names) for pattern in num_uses if num_uses[pattern] > 1}
     for part in string_schemas:
-        if (pattern := part.get("pattern")) in names:  # None: an object at two places, replaced at the first
+        # The pattern is None for an object that was replaced at an earlier place.
+        if (pattern := part.get("pattern")) in names:
             part.clear()
             part["$ref"] = f"#/$defs/{names[pattern]}"
     if names:
@@ -97,13 +98,15 @@ def _subschemas(schema: Any) -> Iterator[dict[str, Any]]:
 
 
 class _SchemaRewriter:
+    """Rewrites a schema and its subschemas.  rules: the keywords of a subschema.  path: its JSON pointer."""
+
     def __init__(self, root: Any, strict: bool):
         self.root_schema = root
         self.strict = strict
         self.original_schemas: dict[str, Any] = {}
         # The enforceable schemas by place (JSON pointer).
         self.rewritten_schemas: dict[str, Any] = {}
-        # By reference: all values of the schema that it refers to; None if they cannot be listed.
+        # $ref -> all values of the schema that it refers to; None if the values cannot be listed.
         self.values_of_reference: dict[str, list[Any] | None] = {}
         self.reference_targets: dict[str, str] = {}
         # The schemas of each oneOf, by the oneOf's place.
@@ -307,11 +310,11 @@ class _SchemaRewriter:
         return {"type": "array", **rewritten}
 
     def _rewritten_unique_array(
-        self, item_schema: Any, array_schema: dict[str, Any], path: str, depth: int
+        self, unique_items: Any, array_schema: dict[str, Any], path: str, depth: int
     ) -> dict[str, Any]:
-        """Returns the schema of arrays of listed values without equal items.  Raises EspalierError for other items."""
-        if item_schema is not True:
-            raise schema_error(path, f"'uniqueItems' is {shown(item_schema)}", "use true or false")
+        """Returns an enum of the arrays without equal items.  Raises EspalierError for items with too many values."""
+        if unique_items is not True:
+            raise schema_error(path, f"'uniqueItems' is {shown(unique_items)}", "use true or false")
         values = None if "prefixItems" in array_schema else self._all_values(array_schema["items"], depth)
         if values is None:
             raise schema_error(

@@ -94,7 +94,7 @@ def _limit_parts(parts: tuple[Node, ...], spare_chars: int) -> Node:
 
 
 def _limit_to_least(node: Node, minimum: int) -> Node:
-    """Returns a node for the texts of at least `minimum` characters, or for a part of these texts."""
+    """Returns a node for the texts of at least `minimum` characters, or for some of these texts."""
     low, high = length_bounds(node)
     if low >= minimum:
         return node
@@ -137,7 +137,7 @@ DECIMAL_UNITS = 10**6
 
 
 def check_count_keywords(rules: dict[str, Any], path: str) -> None:
-    """Check minLength, maxItems and so on, and convert them to int.  A minimum must not be above its maximum."""
+    """Checks minLength, maxItems and so on, and converts them to int.  A minimum must not be above its maximum."""
     for noun in ("Length", "Items", "Properties"):
         least, most = (rules.get(f"{side}{noun}") for side in ("min", "max"))
         for side, count in (("min", least), ("max", most)):
@@ -153,7 +153,7 @@ def check_count_keywords(rules: dict[str, Any], path: str) -> None:
 
 
 def string_rules(rules: dict[str, Any], path: str) -> dict[str, Any]:
-    """Returns a string schema with one pattern for all rules.  Its texts need no escapes in JSON."""
+    """Returns a string schema with one pattern for all rules.  The allowed texts need no escapes in JSON."""
     if "format" in rules and rules["format"] in ANNOTATION_FORMATS["string"]:
         del rules["format"]
     if not rules:
@@ -243,9 +243,10 @@ def list_values(schema: dict[str, Any]) -> list[Any] | None:
     return list(range(least, most + 1))
 
 
-def list_unique_arrays(items: Iterable[Any], minimum: int, maximum: int | None, path: str) -> dict[str, Any]:
-    """Returns an enum of the arrays with `minimum` to `maximum` different items.  Raises EspalierError for too many."""
-    values = list({json.dumps(_json_equality_key(item), sort_keys=True): item for item in items}.values())
+def list_unique_arrays(allowed_items: Iterable[Any], minimum: int, maximum: int | None, path: str) -> dict[str, Any]:
+    """Returns an enum of the arrays with `minimum` to `maximum` different items.  Raises EspalierError if there are too
+    many arrays."""
+    values = list({json.dumps(_json_equality_key(item), sort_keys=True): item for item in allowed_items}.values())
     maximum = len(values) if maximum is None else min(maximum, len(values))
     if minimum > maximum:
         raise schema_error(path, f"'minItems' is {minimum}, and 'uniqueItems' allows {maximum}", "lower it")

@@ -9,10 +9,10 @@ from espalier.errors import EspalierError, refuse_unknown_fields, require_text, 
 
 GrammarKind = Literal["json_object", "json_schema", "regex", "ebnf", "choice", "structural_tag"]
 KINDS: tuple[str, ...] = get_args(GrammarKind)
-# The processor time that all grammars of a round may take together, counting half of what they took in the previous
-# round.  After this time the engine goes on without the grammars that took more than their share.  Ordinary grammars
-# take less than a fiftieth of this time.  A new request may have to wait for this time twice: in the round that runs
-# when the request arrives, and in the request's own first round.
+# The processor time that all grammars of a decoding step (round) may take together.  Half of what they took in the
+# previous round counts too.  After this time the engine goes on without the grammars that took more than their share.
+# Ordinary grammars take less than a fiftieth of this time.  A new request may have to wait for this time twice: in the
+# round that runs when the request arrives, and in the request's own first round.
 GRAMMAR_LIMIT_S = 0.125
 # The errors by which the engine ends a request because of its grammar.
 NO_TOKEN_LEFT_ERROR = (
@@ -85,8 +85,8 @@ EXACT_INTEGERS = range(-(2**63), 2**63)
 
 
 def read_json(description: str, text: str) -> Any:
-    """Parse JSON text whose numbers and strings xgrammar can represent.  Raises EspalierError for other text.
-    description: names the text in errors."""
+    """Parses JSON text whose numbers and strings xgrammar can represent.  Raises EspalierError for other text.
+    description: what errors call the text."""
     try:
         value = json.loads(
             text,
@@ -119,5 +119,5 @@ def _parse_float(digits: str) -> float:
     return value
 
 
-def refuse_json_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")
+def refuse_json_constant(constant: str) -> Any:
+    raise ValueError(f"{constant} is not JSON")

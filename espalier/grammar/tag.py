@@ -1,4 +1,4 @@
-"""Checks grammars of all kinds.  Rewrites choices and structural tags, which start grammars at trigger strings."""
+"""Checks grammars of all kinds.  Rewrites choices, and structural tags (grammars that begin at trigger strings)."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -98,7 +98,7 @@ def ebnf_of_choices(choices_json: str) -> str:
 
 
 def _ebnf_literal(text: str) -> str:
-    # \u reads four hex digits.  \x would read all hex digits that follow, in xgrammar.
+    # In xgrammar, \u reads four hex digits, but \x would read all hex digits that follow.
     special = {'"': '\\"', "\\": "\\\\"}
     return '"' + "".join(special.get(c, c if c >= " " else f"\\u{ord(c):04x}") for c in text) + '"'
 

@@ -20,20 +20,20 @@ class ForcedTokens:
 
 
 class TokenMasker(Protocol):
-    """Makes the token masks of one request by its grammar.  espalier/masking/masker.py implements this interface.
+    """Makes the token masks of one request from its grammar.  espalier/masking/masker.py implements this interface.
 
     All methods except `push` may be slow.  The engine calls these methods in threads, one at a time, and
     abandons slow calls.
     """
 
     def push(self, token_id: int) -> None:
-        """Record an emitted token.  Returns at once; the grammar processes the token later."""
+        """Records an emitted token.  Returns at once; the grammar processes the token later."""
 
     def root_mask(self) -> np.ndarray:
         """Returns the mask after the last pushed token, [words] int32.  All bits are 0 if no token may follow."""
 
     def node_masks(self, tokens: Sequence[int], parents: Sequence[int], out: np.ndarray) -> None:
-        """Write the mask after each node of a tree to `out` [D, words] int32.  All bits of `out` must be 1 before.
+        """Writes the mask after each node of a tree to `out` [D, words] int32.  All bits of `out` must be 1 at first.
 
         Node 0 is the root, the last pushed token.  A parent comes before its children.  Void nodes have token -1 and
         are not part of the tree.  The rows of void nodes, of nodes with a forbidden token, and of nodes below

@@ -32,9 +32,10 @@ class Layer(Protocol):
 @dataclass(frozen=True, slots=True)
 class ModelOutput:
     """The output of a target over the rows of a pass.
-    hidden: [B, Q, H], the hidden states after the final norm; [B, 1, H] in a pass with `needed_row`.
+    hidden: [B, Q, H], the hidden states after the final norm; [B, 1, H] in a pass that computes one
+    row of each request (`needed_row`).
     captured_inputs: the inputs of the n captured layers, [B, Q, H] each, in order.  If the input of the final norm is
-    captured, it has as many rows as `hidden`."""
+    captured, this input has as many rows as `hidden`."""
 
     hidden: Tensor
     captured_inputs: tuple[Tensor, ...]

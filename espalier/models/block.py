@@ -1,8 +1,8 @@
 """Block drafts (DFlash: Chen et al. 2026, arXiv:2602.06036; JetSpec; DSpark): one pass proposes every depth.
 
 A block consists of the root token and of mask tokens at the next positions.  In each layer, the rows of a block attend
-to one another and to the context rows.  Each token before the root has one context row in each layer: K and V, which
-the layer projects from the vector norm(fc(the target's features of that token)).
+to one another and to the context rows.  Every layer has one context row for each token before the root: K and V, which
+the layer projects from norm(fc(x)), where x is the target's captured hidden states of that token.
 """
 
 import logging
@@ -35,9 +35,9 @@ from espalier.shards import whole_part
 Z_LAB_ARCHITECTURE, DEEP_SPEC_ARCHITECTURE = "DFlashDraftModel", "Qwen3DSparkModel"
 ARCHITECTURES = (Z_LAB_ARCHITECTURE, DEEP_SPEC_ARCHITECTURE)
 SPECULATORS_TYPES = ("dflash", "dspark")
-# An edge scores a token given its parent in the tree.  DSpark's Markov head computes the edges.  A "vanilla" head reads
-# the parent token.  A "gated" head also reads the block's hidden state at the token's depth.  An "rnn" head reads both,
-# and all earlier tokens of the path.
+# DSpark's Markov head scores a token of the tree, given the tokens before it on its path.  A "vanilla" head reads only
+# the parent token.  A "gated" head also reads the block's hidden state at the token's depth.  An "rnn" head reads this
+# hidden state and all tokens of the path.
 MarkovHeadType = Literal["vanilla", "gated", "rnn"]
 MARKOV_HEAD_TYPES: tuple[MarkovHeadType, ...] = get_args(MarkovHeadType)
 # For each type, the number of rows and of columns of the head's gate projection ("gated") or recurrent projection
@@ -45,7 +45,7 @@ MARKOV_HEAD_TYPES: tuple[MarkovHeadType, ...] = get_args(MarkovHeadType)
 MARKOV_PROJECTION_SIZES: Mapping[MarkovHeadType, tuple[int, int]] = {"vanilla": (0, 0), "gated": (1, 1), "rnn": (3, 2)}
 # The fields of dflash_config that the reader supports.
 DFLASH_FIELDS = ("target_layer_ids", "mask_token_id", "block_size", "causal_head", "target_hidden_size", "draft_shift")
-# A file in some drafts of z-lab.  Such drafts have a mask that is not a token of the vocabulary.
+# A file in some of z-lab's drafts.  In such a draft, the input of mask rows is a vector that is no token's embedding.
 MASK_EMBEDDING = "mask_embedding.pt"
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ log = logging.getLogger(__name__)
 class BlockConfig:
     """A block draft's config.json, checked against its target's.
     layer: the config of the decoder layers.  If `spec.windows_end_at_root` is set, layer.windows count only
-    context rows, which lie before the root.
+    the tokens before the root.
     markov_rank: the rank of the Markov head; 0 for a draft without a Markov head.  markov_head_type: what the Markov
     head reads (MarkovHeadType)."""
 
@@ -72,11 +72,12 @@ def make_block_spec(
     **spec_fields: Any,
 ) -> DraftSpec:
     """Returns the spec of a block draft.
-    fields: config.json, with the fields of its nested objects at the top level.  layer: see BlockConfig.
-    spec_fields: further fields of the spec; they override the default algorithm and vocab_size."""
+    fields: config.json, with the fields of its nested objects at the top level.  layer: the config of the decoder
+    layers.  first_proposing_row, windows_end_at_root: fields of DraftSpec.
+    spec_fields: further fields of DraftSpec; algorithm and vocab_size have defaults."""
     block_rows, layer_specs = fields.integer("block_size"), layer_specs_of(layer)
     if windows_end_at_root:
-        # A window in config.json counts only context rows; LayerSpec.window counts the root too.
+        # A window in config.json counts only the tokens before the root.  LayerSpec.window counts the root too.
         layer_specs = tuple(
             spec if spec.window is None else replace(spec, window=spec.window + 1) for spec in layer_specs
         )
@@ -174,12 +175,12 @@ def read_layer_config(fields: DraftFields, target: ModelConfig, target_hidden: i
     return layer
 
 
-def _default_target_layers(num_target_layers: int, num_layers: int) -> list[int]:
-    """Returns the default target layers of z-lab's drafts: evenly spaced from layer 1 to the third from last."""
-    if num_layers == 1:
+def _default_target_layers(num_target_layers: int, num_draft_layers: int) -> list[int]:
+    """Returns the target layers that z-lab's drafts read by default: from 1 to the last but two, evenly spaced."""
+    if num_draft_layers == 1:
         return [num_target_layers // 2]
     last = num_target_layers - 3
-    return [round(1 + i * (last - 1) / (num_layers - 1)) for i in range(num_layers)]
+    return [round(1 + i * (last - 1) / (num_draft_layers - 1)) for i in range(num_draft_layers)]
 
 
 def _read_markov_fields(fields: DraftFields) -> tuple[int, MarkovHeadType]:
@@ -210,9 +211,10 @@ def read_dflash_fields(fields: DraftFields, supported: Sequence[str]) -> DraftFi
 
 
 def refuse_mismatch(config: BlockConfig, target: ModelConfig, path: Path) -> None:
+    """Raises EspalierError if the sizes or the captured layers of the draft do not fit the target."""
     refuse_wrong_sizes(path, target, config.layer.hidden_size, config.layer.vocab_size, config.spec.vocab_size)
-    # The input of the final norm is not supported, because public implementations disagree about it: some apply the
-    # norm, others do not.
+    # A captured layer with the index num_layers would mean the input of the final norm.  It is not supported, because
+    # some public implementations apply the norm to this input, and others do not.
     outside = [layer for layer in config.spec.captured_layers if not 0 <= layer < target.num_layers]
     if outside:
         raise EspalierError(
@@ -227,7 +229,8 @@ class MarkovHead:
 
     parent_vectors: [V, rank]; token_vectors: [draft vocabulary, rank].
     hidden_projection: the columns of the head's gate projection or recurrent projection that read hidden states.
-    row_projection: the other columns (FactorProjection.weight).  Both are None if the head reads only the parent token.
+    row_projection: the other columns of this projection (FactorProjection.weight).  hidden_projection and
+    row_projection are None if the head reads only the parent token.
     is_recurrent: whether the head reads all earlier tokens of the path (type "rnn").
     """
 
@@ -247,10 +250,11 @@ class MarkovHead:
 @dataclass(eq=False)
 class BlockDraft:
     """A loaded block draft: a BlockModel (espalier/models/draft.py).
-    layer_specs: what this rank's part of each layer stores.  fc, context_norm: compute, from the target's features, the
-    vector that context_kv projects.  context_kv: the K and V projections of each layer, as views of the layer's stacked
-    q, k and v weights.
-    d2t: see DraftModel.  edge_scorer: None if the draft has no Markov head."""
+    layer_specs: what this rank's part of each layer stores in the KV cache.  fc, context_norm: compute, from the
+    target's captured hidden states, the vector that context_kv projects.  context_kv: the K and V projections of each
+    layer, as views of the layer's stacked q, k and v weights.
+    d2t: the target id of each draft id; None if both vocabularies are the same.  edge_scorer: None if the draft has no
+    Markov head."""
 
     modules = ()
     has_experts = False
@@ -298,6 +302,7 @@ def _attention_of(layer: DecoderLayer) -> Attention:
 
 def make_block(weights: Weights, config: BlockConfig, target: CausalLM, position_rows: int) -> BlockDraft:
     """Builds the draft from its weights.  A draft without an embedding or a head uses the target's.
+    position_rows: the number of positions in the RoPE tables.
     Raises EspalierError naming a weight that does not fit or is not used."""
     draft = BlockDraft(
         **load_block_fields(weights, config, target, position_rows), edge_scorer=_load_markov_head(weights, config)

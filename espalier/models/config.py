@@ -39,21 +39,21 @@ from espalier.models.weight_formats import QUANTISATION_FIELDS, FormatLookup, de
 if TYPE_CHECKING:
     from espalier.models.from_transformers.probe import ProbeResult
 
-# The layer types of more than one family, as in `layer_types`.
+# Values of `layer_types` that more than one family uses.
 FULL_ATTENTION, SLIDING_ATTENTION, LINEAR_LAYER = "full_attention", "sliding_attention", "linear_attention"
 LayerWindows = tuple[int | None, ...]
 # A function that loads a layer: (weights, config, prefix of the layer's weight names, layer number, RoPE tables) -> a
-# models/base.py:Layer.  In a family with MTP layers, the function has one more argument: the layer's index in the pass
-# (default: the layer number).
+# models/base.py:Layer.  In a family with MTP layers, the function has one more argument: the layer's index in the
+# KV cache (default: the layer number).
 LoadLayer = Callable[..., Any]
-# A function that loads the first block of a layer: the same five arguments -> a models/layers/decoder.py:Mixer.
+# A function that loads the first block of a layer: LoadLayer's five arguments -> a models/layers/decoder.py:Mixer.
 LoadMixer = Callable[[Any, "ModelConfig", str, int, RopeTables], Any]
 # (weights, config, the factor by which embeddings are multiplied) -> the token embedding.
 LoadEmbedding = Callable[[Any, "ModelConfig", float], Any]
 MakeLayerSpecs = Callable[["ModelConfig"], tuple[LayerSpec, ...]]
 
-# Fields that change the computation, each with its neutral values: with these, the field has no effect.  Other values
-# are refused, except in families that list the field in Family.supported_fields.
+# Fields of config.json that change the computation -> the values with which the field has no effect.  Other values are
+# refused, except in families that list the field in Family.supported_fields.
 NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
     "hidden_act": ("silu", "swish"),
     **dict.fromkeys(
@@ -93,7 +93,7 @@ NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
 }
 # The supported activations, by their names in config.json (Family.activation_field).
 ACTIVATIONS: Mapping[str, Activation] = {"silu": SILU, "swish": SILU, "gelu_pytorch_tanh": GELU_TANH}
-# Fields without effect on the forward pass.  An override of such a field is accepted.
+# Fields that do not affect the forward pass.  A user may override them.
 IGNORED_FIELDS = (
     "architectures bos_token_id eos_token_id pad_token_id attention_dropout dtype torch_dtype initializer_range "
     "pretraining_tp transformers_version use_cache"
@@ -105,8 +105,8 @@ class Family:
     """The declaration of one model family.  Functions take the completed config (config.json with `defaults` for
     missing fields), if not stated otherwise.
 
-    defaults: values of fields that config.json lacks, as in the family's config class of Hugging Face transformers;
-    tie_word_embeddings is false by default.
+    defaults: the values of fields that are missing in config.json, as in the family's config class of Hugging Face
+    transformers; tie_word_embeddings is false by default.
     qkv_bias: whether the projections of q, k and v have a bias.  out_bias: whether the output projection of attention
     has a bias.  The default of both is the config field attention_bias.
     windows: for each layer, the number of positions that a query attends to (its own position counts), or None for no
@@ -122,8 +122,8 @@ class Family:
     for 1/√head_size.
     residual_scale: the output of each block (attention or MLP) times this factor is added to the residual stream.
     logit_scale: the factor by which logits are multiplied, before the soft cap.
-    layer_ropes: for each layer, the RoPE fields that replace those of the config, and head_dim if the layer has another
-    head size; None for a layer without RoPE.  By default, all layers have the config's RoPE.
+    layer_ropes: returns, for each layer, the RoPE fields that replace the fields of the config, and head_dim if the
+    layer has another head size; None for a layer without RoPE.  By default, all layers have the config's RoPE.
     load_embedding, load_layer, load_mixer: load the token embedding, a layer, and the first block of a layer (attention
     or a recurrent block); None for layer_loading.py:load_embedding, load_layer and load_attention.
     layer_specs: takes the ModelConfig, and returns the LayerSpec of each layer; None for K and V heads or, with
@@ -242,7 +242,7 @@ class ModelConfig:
 
 
 def architecture_of(config_json: Json) -> str | None:
-    """Returns the first of `architectures`, or model_type if that field is missing; None if the value is no string."""
+    """Returns the first entry of `architectures`, or model_type if that list is missing; None if it is not a string."""
     names = config_json.get("architectures") or [config_json.get("model_type")]
     name = names[0] if isinstance(names, list) else None
     return name if isinstance(name, str) else None
@@ -253,16 +253,16 @@ def parse_config(
     family: Family,
     path: Path,
     overrides: Mapping[str, Any] | None = None,
-    generation: Json | None = None,
+    generation_config: Json | None = None,
 ) -> ModelConfig:
     """Returns a ModelConfig from config.json.  Raises EspalierError naming a field that is missing or not supported.
-    overrides: fields that replace those of config.json.  generation: generation_config.json, for the eos ids."""
+    overrides: fields that replace those of config.json.  generation_config: generation_config.json, for the eos ids."""
     with path_in_errors(path):
-        return _parse_fields(config_json, family, path, overrides or {}, generation or {})
+        return _parse_fields(config_json, family, path, overrides or {}, generation_config or {})
 
 
 def _parse_fields(
-    config_json: Json, family: Family, path: Path, overrides: Mapping[str, Any], generation: Json
+    config_json: Json, family: Family, path: Path, overrides: Mapping[str, Any], generation_config: Json
 ) -> ModelConfig:
     config_json = family.normalise_fields(config_json)
     defaults = {"tie_word_embeddings": False, **family.defaults}
@@ -310,7 +310,7 @@ def _parse_fields(
         logit_cap=float(fields.get("final_logit_softcapping") or 0) or None,
         activation=_read_activation(fields, family.activation_field),
         # An override of eos_token_id also replaces the ids of generation_config.json.
-        eos_token_ids=read_eos_token_ids(fields, {} if "eos_token_id" in overrides else generation),
+        eos_token_ids=read_eos_token_ids(fields, {} if "eos_token_id" in overrides else generation_config),
         latent=latent,
         formats=read_formats(fields),
         stored_names=family.stored_names,
@@ -339,7 +339,7 @@ def _read_activation(config_fields: Json, field: str) -> Activation:
 
 
 def _with_attention_fields(config_fields: Json) -> Json:
-    """Moves the fields of attention from rope_parameters, where transformers 5 writes them, to the top level."""
+    """Returns the config with ATTENTION_FIELDS at the top level; transformers 5 writes them into rope_parameters."""
     ropes = [config_fields.get(field) or {} for field in reversed(ROPE_FIELDS)]
     return config_fields | {name: rope[name] for rope in ropes for name in ATTENTION_FIELDS if name in rope}
 
@@ -365,17 +365,18 @@ def _read_ropes(
 
 
 def no_windows(config_fields: Json) -> LayerWindows:
+    """Returns None for each layer, because no layer has a sliding window."""
     return (None,) * int(config_fields["num_hidden_layers"])
 
 
-def windows_by_layer_type(config_fields: Json, default: Callable[[int], bool]) -> LayerWindows:
+def windows_by_layer_type(config_fields: Json, slides_by_default: Callable[[int], bool]) -> LayerWindows:
     """Returns the window of each layer: `sliding_window` for sliding layers, else None.  `layer_types` says which
-    layers are sliding.  If config.json has no `layer_types`, layer i is sliding if default(i) is true."""
+    layers are sliding.  If config.json has no `layer_types`, layer i is sliding if slides_by_default(i) is true."""
     window, types = config_fields.get("sliding_window"), config_fields.get("layer_types")
     if window is None:
         return no_windows(config_fields)
     layers = range(int(config_fields["num_hidden_layers"]))
-    slides = [types[i] == SLIDING_ATTENTION for i in layers] if types else [default(i) for i in layers]
+    slides = [types[i] == SLIDING_ATTENTION for i in layers] if types else [slides_by_default(i) for i in layers]
     return tuple(int(window) if slides[i] else None for i in layers)
 
 
@@ -384,10 +385,10 @@ def windows_in_even_layers(config_fields: Json) -> LayerWindows:
     return windows_by_layer_type(config_fields, lambda layer: layer % 2 == 0)
 
 
-def windows_if_enabled(config_fields: Json, default: Callable[[int], bool]) -> LayerWindows:
-    """Returns the window of each layer, as windows_by_layer_type, but None for each if use_sliding_window is false."""
+def windows_if_enabled(config_fields: Json, slides_by_default: Callable[[int], bool]) -> LayerWindows:
+    """Returns the result of windows_by_layer_type, or None for every layer if use_sliding_window is false."""
     window = config_fields["sliding_window"] if config_fields["use_sliding_window"] else None
-    return windows_by_layer_type({**config_fields, "sliding_window": window}, default)
+    return windows_by_layer_type({**config_fields, "sliding_window": window}, slides_by_default)
 
 
 def hybrid_windows(config_fields: Json) -> LayerWindows:
@@ -399,7 +400,7 @@ def hybrid_windows(config_fields: Json) -> LayerWindows:
     return no_windows(config_fields)
 
 
-def _read_windows(config_fields: Json, family: Family, layers: int) -> LayerWindows:
+def _read_windows(config_fields: Json, family: Family, num_layers: int) -> LayerWindows:
     types = config_fields.get("layer_types")
     if types is not None:
         supported = {FULL_ATTENTION, SLIDING_ATTENTION, *family.extra_layer_types}
@@ -409,9 +410,9 @@ def _read_windows(config_fields: Json, family: Family, layers: int) -> LayerWind
                 f"layer_types names {unknown[0]!r}; supported are 'full_attention' and 'sliding_attention'; "
                 "use another model"
             )
-        if len(types) != layers:
+        if len(types) != num_layers:
             raise EspalierError(
-                f"layer_types has {len(types)} entries for num_hidden_layers = {layers}; make them agree"
+                f"layer_types has {len(types)} entries for num_hidden_layers = {num_layers}; make them agree"
             )
     # Some configs that do not use a window have sliding_window = 0.
     window = config_fields.get("sliding_window") if config_fields.get("use_sliding_window", True) else None

@@ -11,8 +11,8 @@ from espalier.errors import EspalierError, shown
 from espalier.model_files import MAX_HEAD_SIZE, MAX_LAYERS, MAX_NUMBER, MAX_SIZE
 from espalier.models.rope import ROPE_FIELDS, Json, rope_overrides, rope_type_of, with_rope_type
 
-# The largest allowed values of sizes that take memory before weights are read: the number of layers, and the sizes of
-# heads, which are the columns of rotary tables.
+# The largest allowed values of the sizes that decide how much memory is taken before weights are read: the number of
+# layers, and the sizes of heads (the numbers of columns of the RoPE tables).
 HEAD_SIZE_FIELDS = ("head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 LARGEST_VALUES: Mapping[str, int] = {"num_hidden_layers": MAX_LAYERS, **dict.fromkeys(HEAD_SIZE_FIELDS, MAX_HEAD_SIZE)}
 NUMBER_FIELDS = tuple(
@@ -36,12 +36,12 @@ def path_in_errors(path: Path) -> Iterator[None]:
         raise EspalierError(f"{path}: {error}") from None
 
 
-def _is_number(value: Any) -> bool:
+def _is_non_negative(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= MAX_NUMBER
 
 
 def _is_positive(value: Any) -> bool:
-    return _is_number(value) and value > 0
+    return _is_non_negative(value) and value > 0
 
 
 def _is_count(value: Any, max_value: int = MAX_SIZE) -> bool:
@@ -63,7 +63,7 @@ FIELD_TYPES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     ),
     **dict.fromkeys(("rope_scaling", "rope_parameters"), (_is_instance_of(Mapping), "an object or null")),
     **dict.fromkeys(("layer_types", "mlp_layer_types", "mlp_only_layers"), (_is_instance_of(list), "a list or null")),
-    **dict.fromkeys(NUMBER_FIELDS, (_is_number, "a number of at least 0 or null")),
+    **dict.fromkeys(NUMBER_FIELDS, (_is_non_negative, "a number of at least 0 or null")),
     **dict.fromkeys(COUNT_FIELDS, (_is_count, f"0 to {MAX_SIZE} or null")),
     "num_nextn_predict_layers": (partial(_is_count, max_value=MAX_LAYERS), f"0 to {MAX_LAYERS} or null"),
     **dict.fromkeys(("scoring_func", "topk_method", "position_embedding_type"), (_is_instance_of(str), "text or null")),
@@ -110,7 +110,7 @@ def rotated_size(config_fields: Json, head_size: int) -> int:
     if rope_type_of(config_fields) == "proportional":
         return head_size
     share = config_fields.get("partial_rotary_factor")
-    size = head_size if share is None else int(head_size * share) if _is_number(share) else 0
+    size = head_size if share is None else int(head_size * share) if _is_non_negative(share) else 0
     if size % 2 or not 0 < size <= head_size:
         raise EspalierError(
             f"partial_rotary_factor = {share!r} of heads of {head_size} values is not supported; the rotated "
@@ -145,14 +145,14 @@ def kv_heads_and_head_size(config_fields: Json, heads: int, hidden: int) -> tupl
     return kv_heads, head_size
 
 
-def read_eos_token_ids(config_fields: Json, generation: Json) -> tuple[int, ...]:
-    ids: list[int] = []
-    for source in (generation.get("eos_token_id"), config_fields.get("eos_token_id")):
-        ids += source if isinstance(source, list) else [] if source is None else [source]
-    for token in ids:
+def read_eos_token_ids(config_fields: Json, generation_config: Json) -> tuple[int, ...]:
+    eos_token_ids: list[int] = []
+    for source in (generation_config.get("eos_token_id"), config_fields.get("eos_token_id")):
+        eos_token_ids += source if isinstance(source, list) else [] if source is None else [source]
+    for token in eos_token_ids:
         if not isinstance(token, int) or isinstance(token, bool):
             raise EspalierError(f"eos_token_id = {token!r}; a token id or a list of them is needed; correct it")
-    return tuple(dict.fromkeys(ids))
+    return tuple(dict.fromkeys(eos_token_ids))
 
 
 # Fields that choose the family.  They cannot be overridden.

@@ -65,10 +65,10 @@ def _require_divisible_sizes(config: ModelConfig, num_ranks: int) -> None:
 
 def possible_rank_counts(config: ModelConfig, max_ranks: int) -> list[int]:
     """Returns the numbers of ranks from 1 to `max_ranks` that can divide this model."""
-    return [count for count in range(1, max_ranks + 1) if can_divide(config, count)]
+    return [count for count in range(1, max_ranks + 1) if ranks_can_divide(config, count)]
 
 
-def can_divide(config: ModelConfig, num_ranks: int) -> bool:
+def ranks_can_divide(config: ModelConfig, num_ranks: int) -> bool:
     try:
         _require_divisible_sizes(config, num_ranks)
     except EspalierError:
@@ -77,8 +77,8 @@ def can_divide(config: ModelConfig, num_ranks: int) -> bool:
 
 
 def num_dense_values(config: ModelConfig) -> int:
-    """Returns the number of values in the matrices that every row is multiplied with: all matrices except routers and
-    routed experts.  The embedding counts only if it is also the lm_head."""
+    """Returns the number of values in the matrices that every token uses: all matrices except routers and routed
+    experts.  The embedding counts only if it is also the lm_head."""
     probed = config.probe_result
     if probed is not None:
         embedding = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
@@ -89,7 +89,7 @@ def num_dense_values(config: ModelConfig) -> int:
 
 
 def num_expert_values(config: ModelConfig) -> int:
-    """Returns the number of values of one routed expert, summed over the layers; 0 without experts."""
+    """Returns (number of values of one routed expert) × (number of layers with experts); 0 without experts."""
     if config.probe_result is not None:
         return config.probe_result.num_expert_weights // config.probe_result.num_experts
     experts = config.experts
@@ -152,7 +152,7 @@ class DeclaredWeights(Weights):
     def load_number(self, name: str) -> float:
         return 1.0
 
-    def load_entries(self, name: str, count: int, *shape: int) -> Iterator[Tensor]:
+    def load_entries(self, name: str, num_entries: int, *shape: int) -> Iterator[Tensor]:
         """Yields no entries, because there is no data."""
         return iter(())
 
@@ -180,18 +180,18 @@ class DeclaredWeights(Weights):
         for name, size in zip(names, rows, strict=True):
             with self._matrix_names_in_errors([name]):
                 format = self.formats(name)
-                _require_divisible(format, format.tensors, as_rank_part(size), as_rank_part(columns))
+                _require_divisible(format, format.stored_tensors, as_rank_part(size), as_rank_part(columns))
         return self.empty(sum(len(as_rank_part(size)) for size in rows), len(as_rank_part(columns)))
 
     def stacked_matrix(
-        self, name: str, matrix: str, count: int, rows: Sequence[SizeOrPart], columns: SizeOrPart
+        self, name: str, matrix_name: str, num_experts: int, rows: Sequence[SizeOrPart], columns: SizeOrPart
     ) -> QuantisedMatrix:
-        """Returns a placeholder: one expert with this rank's rows, which layers may reorder, and two columns."""
+        """Returns a placeholder: one expert with this rank's rows (which a layer may reorder) and two columns."""
         format, column_part = self.formats(name), as_rank_part(columns)
-        self.require_parts([f"{name}{matrix}"], (*rows, columns))
+        self.require_parts([f"{name}{matrix_name}"], (*rows, columns))
         with self._matrix_names_in_errors([name]):
             for part in map(as_rank_part, rows):
-                _require_divisible(format, partial(format.expert_tensors, count), part, column_part)
+                _require_divisible(format, partial(format.expert_tensors, num_experts), part, column_part)
         placeholder = torch.zeros(1, sum(len(as_rank_part(size)) for size in rows), 1, dtype=torch.uint8)
         return QuantisedMatrix("int4", placeholder, placeholder, group_size=2)
 

@@ -40,7 +40,7 @@ from espalier.shards import whole_part
 
 ARCHITECTURES = ("DFlash2DraftModel",)
 SPECULATORS_TYPES = ("dflash2",)
-# Fields of config.json for sizes, with the defaults of the DFlash 2 package.
+# The size fields of config.json, with the default values of the DFlash 2 package.
 SIZE_DEFAULTS = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}
 SCALE_FIELDS = ("output_multiplier", "final_logit_softcapping", "input_embedding_scale")
 DFLASH_FIELDS = ("target_layer_ids", "mask_token_id", "block_size", *SIZE_DEFAULTS, *SCALE_FIELDS)
@@ -143,9 +143,9 @@ def _refuse_wrong_sizes(config: DFlash2Config, fields: DraftFields) -> None:
 
 @dataclass(frozen=True)
 class BlockConv:
-    """The two convolutions of a sublayer, with T taps: of the sublayer's input (index 0) and of its output (index 1).
+    """The two convolutions of a sublayer, with T taps each.  Index 0: of the sublayer's input.  Index 1: of its output.
     base_taps: [2, T, H], coefficients that are the same for all rows.  coefficient_weight: [2 · T · G, H], the
-    projection that computes more coefficients for each row: one for each tap and each of the G groups of channels."""
+    projection that computes further coefficients from each row: one for each tap and each of the G channel groups."""
 
     base_taps: Tensor
     coefficient_weight: Tensor
@@ -158,7 +158,7 @@ class BlockConv:
 
 class PendingConvolution(NamedTuple):
     """A sublayer's output that is not yet convolved.  One kernel convolves the output, adds it to the residual and
-    computes the next norm.  output: [N, H], or partial sums (RMSNorm.add_and_norm)."""
+    computes the next norm.  output: [N, H], or partial sums that the kernel adds."""
 
     output: Tensor
     coefficients: Tensor
@@ -208,7 +208,7 @@ class CandidateSelector:
     topk: int
 
     def score_edges(self, logits: Tensor, hidden: Tensor) -> LowRankEdges:
-        # Of tokens with equal logits, any may be chosen, because the choice only affects which tokens are drafted.
+        # If logits are equal, topk may choose any of their tokens.  The choice only affects which tokens are drafted.
         ids = logits.topk(self.topk, -1).indices.sort(-1).values
         token_vectors = self.token_codebook[ids] * self.project(hidden)[:, :, None]
         return LowRankEdges(logits.gather(2, ids), self.parent_codebook, token_vectors, ids)
@@ -225,7 +225,9 @@ class DFlash2Draft(BlockDraft):
 
 
 def make_dflash2(weights: Weights, config: DFlash2Config, target: CausalLM, position_rows: int) -> DFlash2Draft:
-    """Builds the draft from its weights.  See block.py:make_block for shared tensors and errors."""
+    """Builds the draft from its weights.  A draft without an embedding or a head uses the target's.
+    position_rows: the number of positions in the RoPE tables.
+    Raises EspalierError naming a weight that does not fit or is not used."""
     hidden, vocab, rank = config.layer.hidden_size, config.layer.vocab_size, config.selector_rank
     rows = 2 * config.conv_taps * (hidden // config.conv_group)
 

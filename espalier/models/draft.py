@@ -1,7 +1,7 @@
 """The declaration of a draft (DraftSpec), and the interface of a loaded draft model (DraftModel).
 
-A DraftSpec depends only on the config.json of the draft and of its target.  So the engine computes the sizes of pages
-and slots before it reads weights.
+A DraftSpec depends only on the config.json of the draft and of its target.  So the engine computes the sizes of cache
+pages and of the tensors kept for a request before it reads weights.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,8 +21,8 @@ from espalier.models.config import ModelConfig
 
 # The hidden state that a module reads (DraftSpec.hidden_source).
 HiddenSource = Literal["chain", "target"]
-# If a prompt is prefilled in chunks, N modules read up to N tokens of the preceding chunk.  So N is at most the length
-# of the shortest chunk.
+# The largest number of modules, N.  If a prompt is prefilled in chunks, the modules read up to N tokens of the
+# preceding chunk.  So N is at most the length of the shortest chunk.
 MAX_MODULES = MIN_CHUNK_WIDTH
 
 
@@ -31,13 +31,13 @@ class DraftSpec:
     """A draft's declaration.  Without a draft model (n-gram, plain decoding), all fields but `algorithm` are defaults.
 
     algorithm: the name of the speculation algorithm, as in the user's setting `algorithm`.
-    layer_specs: the specs of the draft's layers, module after module.  In pages, they follow the target's layers.
+    layer_specs: the specs of the draft's layers, module after module.  Cache pages hold them after the target's layers.
     num_modules: N, the number of modules (a term of DeepSeek-V3).  All modules have the same number of layers.  Module
     l proposes level l of a tree; module N proposes all levels from N on.  An EAGLE head is one module; an MTP head has
     one module per layer.  A P-EAGLE head is one module, which proposes all levels in one pass.  A block draft has 0
     modules.
     block_rows: the rows of the pass that proposes all levels; 0 for drafts that propose one level per pass.
-    max_steps: how many depths the draft's one pass proposes, and so the largest depth of a tree; None for no limit.
+    max_steps: the largest depth that a draft can propose in one pass, which limits a tree's depth; None for no limit.
     mask_token_id: the input token of mask rows, which are all rows of a block except the root's row.
     first_proposing_row: the index in a block of the row that proposes depth 1: 0 (the root) or 1 (the first mask row).
     is_causal_layer: for each layer of a block draft, whether a block row does not attend to later rows of its block.
@@ -85,20 +85,21 @@ class DraftSpec:
     def num_recomputed_tokens(self) -> int:
         """The number of tokens of a cached prefix that the target computes again.
         After a prefix hit of m tokens, the modules continue with row m.  Row m of module k depends on the target's
-        hidden state at token m - k, and pages hold no hidden states.  So the target computes its rows from m - N on.
+        hidden state at token m - k, and pages hold no hidden states.  So the target runs again from token m - N on.
         The number is 0 for a block draft, whose rows depend only on the target's row of the same token."""
         return self.num_modules
 
     @property
     def num_root_rows(self) -> int:
-        """The number of committed draft rows that belong to the root: 0 or 1.
-        The number is 1 if the root's row is computed from the feature of the token before the root.  It is 0 for a
-        block draft without modules, because each of its rows is computed from the feature of its own token."""
+        """1 if the draft's cache holds a row of the root token, else 0.
+        A module computes the root's row from the target's hidden state at the token before the root, so the cache holds
+        that row.  A block draft without modules computes a token's row from the target's hidden states at the same
+        token, which are not known for the root."""
         return 0 if self.block_rows and not self.num_modules else 1
 
     @property
     def slot_tensor_shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """The shapes, by name, of the draft's tensors that each slot keeps between rounds.
+        """The shapes, by name, of the draft's tensors that are kept for each request between decoding steps.
         hidden: the output of module 1 at the root.  feedk, for k from 2 to N: the hidden state that module k reads at
         the token after the root."""
         names = ["hidden", *(f"feed{k}" for k in range(2, self.num_modules + 1))] if self.num_modules else []
@@ -121,8 +122,9 @@ class DraftConfig(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DraftOutput:
-    """The output of a module: two tensors [B, Q, H], or [B, 1, H] in a pass with `needed_row`.
-    hidden: the hidden states that the rows of child nodes read.  normed: the input of the lm_head."""
+    """The output of a module: two tensors [B, Q, H], or [B, 1, H] in a pass that computes one row of
+    each request (`needed_row`).
+    hidden: the hidden states that the rows of child tokens read.  normed: the input of the lm_head."""
 
     hidden: Tensor
     normed: Tensor
@@ -139,8 +141,9 @@ class DraftModule(Protocol):
 
     def __call__(self, p: Pass, hidden: Tensor, parents: Tensor | None = None) -> DraftOutput:
         """Computes the module's output for the rows of a pass.
-        hidden: [B, R, H], fused features or the hidden states of earlier rows.  parents: int64 [B, Q], the index of the
-        row of `hidden` that each row of the pass reads; None if row i of the pass reads row i of `hidden`."""
+        hidden: [B, R, H], R vectors of each request: fused features or hidden states of earlier rows.  parents: int64
+        [B, Q], for each row of the pass the index of the vector in `hidden` that the row reads; None if row i reads
+        vector i."""
         ...
 
     def output_from_hidden(self, hidden: Tensor) -> DraftOutput:
@@ -155,7 +158,7 @@ class DraftModule(Protocol):
 class DraftModel(Protocol):
     """A loaded draft model.  A block draft (BlockModel) has no modules.
     modules: the `spec.num_modules` modules, in order.
-    has_experts: whether the model has experts.  Experts must not compute padding rows.
+    has_experts: whether the model has experts.  Experts must skip padding rows.
     d2t: [draft vocabulary] int64, the target id of each draft id; None if both vocabularies are the same."""
 
     spec: DraftSpec
@@ -205,7 +208,7 @@ class BlockModel(DraftModel, Protocol):
 
     def write_context(self, features: Tensor, p: Pass) -> None:
         """Writes the context rows of a pass to the cache, in every layer.
-        features: [B, W, F], the target's features (`spec.target_output`) at the tokens of the pass."""
+        features: [B, W, F], the target's features (`spec.target_output`) at W tokens of each request."""
         ...
 
 
@@ -226,8 +229,8 @@ def refuse_wrong_sizes(path: Path, target: ModelConfig, hidden: int, vocab: int,
 
 
 def draft_verifier(path: Path | str) -> str | None:
-    """Returns the target that a draft's config.json names, in the format of speculators; None without such a name.
-    With such a name, a user may give only the draft."""
+    """Returns the path or name of the target ("verifier") that a draft's config.json in the format of speculators
+    names.  Returns None if the config names no target.  A user need not give the target of a draft that names it."""
     speculators: Mapping[str, Any] = read_json(Path(path) / "config.json").get("speculators_config") or {}
     with add_path_to_errors(Path(path)):
         return (speculators.get("verifier") or {}).get("name_or_path")

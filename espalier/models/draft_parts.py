@@ -46,7 +46,7 @@ def gathered_embedding(target: CausalLM) -> Embedding:
 
 
 def draft_head(weights: Weights, layer: ModelConfig, draft_vocab: int, target: CausalLM, embed: Embedding) -> Linear:
-    """Returns the draft's lm_head.  If the draft has no head: its tied embedding, else the target's head.
+    """Returns the draft's lm_head.  A draft without a head uses its tied embedding or the target's head.
     Raises EspalierError if the target's head has another shape."""
     name, shape = "lm_head", (draft_vocab, layer.hidden_size)
     if weights.has_matrix(name):
@@ -79,25 +79,25 @@ def uses_target_matrix(
 
 
 def _have_equal_values(weights: Weights, name: str, other_name: str) -> bool:
-    """Whether both tensors are stored, have a floating-point dtype, and have the same values."""
+    """Whether both tensors are stored, and have the same values in a floating-point dtype."""
     if name not in weights or other_name not in weights or weights.shape(name) != weights.shape(other_name):
         return False
     tensor, other_tensor = (weights.load_raw(tensor_name, *weights.shape(name)) for tensor_name in (name, other_name))
     return tensor.dtype in PLAIN_DTYPES and torch.equal(tensor, other_tensor)
 
 
-def draft_to_target(weights: Weights, vocab: int, draft_vocab: int) -> Tensor | None:
+def draft_to_target(weights: Weights, target_vocab: int, draft_vocab: int) -> Tensor | None:
     """Returns the target id of each draft id; None if both vocabularies are the same.
     The tensor d2t of a file contains the differences (target id - draft id).  Raises EspalierError for target ids
     outside the target's vocabulary, and for target ids that occur twice."""
-    if "d2t" not in weights and draft_vocab == vocab:
+    if "d2t" not in weights and draft_vocab == target_vocab:
         return None
     ids = torch.arange(draft_vocab) + weights.load_raw("d2t", draft_vocab).to(torch.int64)
-    outside = ids[(ids < 0) | (ids >= vocab)]
+    outside = ids[(ids < 0) | (ids >= target_vocab)]
     if outside.numel():
         raise EspalierError(
-            f"{weights.path}: d2t maps to token {int(outside[0])}, but the target's vocabulary is 0 .. {vocab - 1}; "
-            "use the draft trained for this target"
+            f"{weights.path}: d2t maps to token {int(outside[0])}, but the target's vocabulary is 0 .. "
+            f"{target_vocab - 1}; use the draft trained for this target"
         )
     values, counts = ids.unique(return_counts=True)
     if (counts > 1).any():
@@ -105,7 +105,7 @@ def draft_to_target(weights: Weights, vocab: int, draft_vocab: int) -> Tensor | 
             f"{weights.path}: d2t maps two draft ids to token {int(values[counts > 1][0])}; its entries are offsets "
             "(target id - draft id), each target at most once: repair the file"
         )
-    return None if torch.equal(ids, torch.arange(vocab)) else ids.to(weights.device)
+    return None if torch.equal(ids, torch.arange(target_vocab)) else ids.to(weights.device)
 
 
 Choice = TypeVar("Choice", bound=str)

@@ -4,7 +4,7 @@ The head is one decoder layer over cat(norm(embedding of token q), norm(hidden s
 target's feature (`fc` over the captured inputs of some target layers) or, inside a tree, the draft's output at the
 parent.
 
-P-EAGLE heads may have more layers.  They propose all depths of a round in one causal pass.  The root's row is computed
+P-EAGLE heads may have more layers.  They propose all depths of a tree in one causal pass.  The root's row is computed
 as in EAGLE-3 and proposes depth 1.  The next rows are mask rows, which propose depths 2, 3 and so on.  All mask rows
 have the same input: a mask token, and a learned vector that replaces the target's features.  A mask row attends to all
 earlier rows.  Pages keep no mask rows.
@@ -166,7 +166,7 @@ def _captured_layers(
 ) -> tuple[int, ...]:
     """Returns the target layers whose inputs the head reads.
 
-    The ids of layers differ by one in the two formats.  In the format of speculators, top-level ids are the layers
+    The ids of layers differ by one between the two formats.  In the format of speculators, top-level ids are the layers
     whose inputs are captured (by default [2, L/2, L-3]).  In the format of SafeAILab and SpecForge, the ids in
     eagle_config are the layers whose outputs are captured; the output of layer i is the input of layer i + 1.
 
@@ -203,6 +203,7 @@ def _captured_layers(
 
 
 def refuse_mismatch(config: Eagle3Config, target: ModelConfig, path: Path) -> None:
+    """Raises EspalierError if the head's sizes do not fit the target, or if its options contradict each other."""
     if config.layer.experts is not None:
         raise EspalierError(
             f"{path}: a draft layer of {config.layer.architecture} has experts, which is not supported; use a draft "
@@ -220,7 +221,7 @@ class Eagle3Draft:
     """A loaded EAGLE-3 head.  The object is a DraftModel and also the only DraftModule of this DraftModel
     (espalier/models/draft.py).
 
-    layer_specs: what this rank's part of each layer stores.
+    layer_specs: what this rank's part of each layer stores in the KV cache.
     layers: the first layer reads the normed embedding and the normed hidden state.  The kernel of `embed` norms both.
     """
 
@@ -262,8 +263,8 @@ class Eagle3Draft:
 
 @dataclass(frozen=True)
 class FeatureFuser:
-    """Computes the feature [..., H] from n captured inputs [..., n·H_target]: fc, after one norm over all inputs, a
-    norm for each input, or no norm."""
+    """Computes features [..., H] from the inputs of n captured target layers, [..., n·H_target].
+    One norm over all inputs, or a norm for each input, or no norm is applied.  Then `fc` projects the result."""
 
     fc: Linear
     all_features_norm: RMSNorm | None
@@ -280,6 +281,7 @@ class FeatureFuser:
 
 def make_eagle3(weights: Weights, config: Eagle3Config, target: CausalLM, position_rows: int) -> Eagle3Draft:
     """Builds the draft from its weights.  A draft without an embedding or a head uses the target's.
+    position_rows: the number of positions in the RoPE tables.
     Raises EspalierError naming a weight that does not fit or is not used."""
     draft = Eagle3Draft(**load_head_fields(weights, config, target, position_rows))
     weights.require_all_used()
@@ -372,7 +374,9 @@ class PEagleDraft(Eagle3Draft):
 
 
 def make_peagle(weights: Weights, config: Eagle3Config, target: CausalLM, position_rows: int) -> PEagleDraft:
-    """Builds the draft from its weights.  See make_eagle3 for the use of the target's tensors and for errors."""
+    """Builds the draft from its weights.  A draft without an embedding or a head uses the target's.
+    position_rows: the number of positions in the RoPE tables.
+    Raises EspalierError naming a weight that does not fit or is not used."""
     name, size = "mask_hidden", len(config.spec.captured_layers) * config.target_hidden
     if name not in weights:
         raise EspalierError(f"{weights.path} has no {name!r}, which a P-EAGLE head needs; use a whole checkpoint")
@@ -401,7 +405,8 @@ def read_peagle(path: Path, config_json: Json, target: ModelConfig) -> Eagle3Con
     """Returns the config of the head at `path`, checked against the target's config.  Loads no weights.
     Raises EspalierError if the head does not fit this target."""
     head = read_eagle_head(path, config_json, target, targets_with_input_layer_ids=None)
-    # In the format of speculators, proposal_methods has the number of tokens that the head was trained to propose.
+    # In the format of speculators, the field proposal_methods contains the number of tokens that the head was trained
+    # to propose.
     fields = DraftFields(config_json, path)
     methods = fields.nested_object("speculators_config").get("proposal_methods") or [{}]
     if not isinstance(methods, list) or not isinstance(methods[0], dict):

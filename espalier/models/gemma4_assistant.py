@@ -1,8 +1,8 @@
 """Gemma 4's assistants: drafts of a few layers that read the target's K and V and store no K and V of their own.
 
-The input of a row is the target's embedding of the row's token and a hidden state.  For the root's row, it is the
-target's hidden state after the final norm, at the token before the root.  For every other row, it is the draft's output
-at the parent.  All rows have the root's position and attend to committed rows only (transformers'
+The input of a row is the target's embedding of the row's token and a hidden state.  The root's row reads the
+target's hidden state after the final norm, at the token before the root.  Every other row reads the draft's output at
+the parent.  All rows have the root's position and attend to committed rows only (transformers'
 SinglePositionMultiTokenCandidateGenerator)."""
 
 from collections.abc import Sequence
@@ -77,7 +77,8 @@ def read_assistant(path: Path, config_json: Json, target: ModelConfig) -> Assist
 
 def _spec_reading_target(spec: LayerSpec, target_specs: Sequence[LayerSpec], path: Path) -> LayerSpec:
     """Returns `spec` with `shares_with` set to the target layer whose rows the draft layer reads.
-    The target layer is the last one that keeps rows and, like `spec`, has a window or has none.
+    If `spec` has a sliding window, this is the target's last layer with a window, else its last layer without a window.
+    Layers that read the rows of other layers do not count.
     Raises EspalierError if the target has no such layer."""
     candidates = [
         i

@@ -185,7 +185,7 @@ def gguf_config(path: Path) -> Json:
         "quantization_config": {"quant_method": "gguf", "types": _block_types(gguf, architecture)},
     }
     # A quantised embedding is not tied to the head: the embedding is dequantised to a table, and the head keeps the
-    # blocks.
+    # quantised blocks.
     config["tie_word_embeddings"] = (
         HEAD_TENSOR not in gguf.tensors and gguf.tensors[EMBEDDING_TENSOR].type in PLAIN_TYPES
     )
@@ -232,7 +232,7 @@ def _size_fields(gguf: GGUF, metadata: Json) -> Json:
 
 
 def _rope_fields(gguf: GGUF, metadata: Json) -> Json:
-    """Returns the field rope_scaling, from the file's RoPE type or from its divisors of frequencies."""
+    """Returns the field rope_scaling, from the file's RoPE scaling type or from its tensor of frequency divisors."""
     kind, factor = metadata.get("rope.scaling.type", "none"), metadata.get("rope.scaling.factor")
     scaling: Json | None = None
     if kind in ("linear", "yarn"):

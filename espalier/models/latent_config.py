@@ -16,8 +16,8 @@ TYPES_FIELD, PATTERN_FIELD, FREQ_FIELD, OFFSET_FIELD = (
 )
 # The default of index_skip_topk_offset.
 DEFAULT_OFFSET = 2
-# The defaults of families with an indexer.  index_share_for_mtp_iteration has no effect: every row of an MTP layer
-# chooses rows itself.  The target's output does not depend on this choice.
+# The defaults of families with an indexer.  index_share_for_mtp_iteration has no effect here: in an MTP
+# layer, the indexer runs for every query.  The target's output does not depend on MTP layers.
 INDEXER_DEFAULTS: dict[str, Any] = {
     "index_topk": 2048,
     "index_head_dim": 128,
@@ -95,25 +95,27 @@ def indexer_types(config_fields: dict[str, Any]) -> tuple[str, ...]:
     return types
 
 
-def _listed_indexer_types(name: str, value: Any, layers: int) -> tuple[str, ...]:
+def _listed_indexer_types(name: str, value: Any, num_layers: int) -> tuple[str, ...]:
+    """Returns the indexer type of each layer from `value`, the value of a field that lists the types."""
     if not isinstance(value, list | tuple | str):
         raise EspalierError(f"{name} = {shown(value)}; a list or null is needed; correct it")
     unknown = [kind for kind in value if not isinstance(kind, str) or kind not in INDEXER_TYPES]
     if unknown:
         raise EspalierError(f"{name} names {shown(unknown[0])}; supported are 'full' and 'shared'; correct it")
-    if len(value) != layers:
-        raise EspalierError(f"{name} has {len(value)} entries for num_hidden_layers = {layers}; make them agree")
+    if len(value) != num_layers:
+        raise EspalierError(f"{name} has {len(value)} entries for num_hidden_layers = {num_layers}; make them agree")
     return tuple(INDEXER_TYPES[kind] for kind in value)
 
 
-def _scheduled_indexer_types(config_fields: dict[str, Any], layers: int) -> tuple[str, ...]:
+def _scheduled_indexer_types(config_fields: dict[str, Any], num_layers: int) -> tuple[str, ...]:
+    """Returns the indexer type of each layer: after the first layers, every index_topk_freq-th layer has an indexer."""
     freq, offset = config_fields.get(FREQ_FIELD), config_fields.get(OFFSET_FIELD)
     freq, offset = 1 if freq is None else freq, DEFAULT_OFFSET if offset is None else offset
     for name, value in ((FREQ_FIELD, freq), (OFFSET_FIELD, offset)):
         if type(value) is not int or value < 0:
             raise EspalierError(f"{name} = {shown(value)}; an integer of at least 0 or null is needed; correct it")
     period = max(freq, 1)
-    return tuple(SHARED_INDEXER if max(layer - offset + 1, 0) % period else FULL_INDEXER for layer in range(layers))
+    return tuple(SHARED_INDEXER if max(layer - offset + 1, 0) % period else FULL_INDEXER for layer in range(num_layers))
 
 
 @dataclass(frozen=True)
@@ -146,7 +148,7 @@ class LatentConfig:
 
 
 def read_latent_config(
-    config_fields: dict[str, Any], read_count: Callable[[str], int], is_indexed: bool = False
+    config_fields: dict[str, Any], read_count: Callable[[str], int], has_indexer: bool = False
 ) -> LatentConfig:
     """Returns the sizes of latent attention.  read_count: a function that reads a field as a positive integer.
     Raises EspalierError naming a field that is missing or wrong."""
@@ -163,4 +165,4 @@ def read_latent_config(
             f"qk_rope_head_dim = {latent.rope_size}, but values are rotated in pairs; it must be even: correct "
             "the config or pass model_overrides"
         )
-    return replace(latent, indexer=read_indexer_config(config_fields, read_count)) if is_indexed else latent
+    return replace(latent, indexer=read_indexer_config(config_fields, read_count)) if has_indexer else latent

@@ -107,9 +107,9 @@ def _load_separate_experts(weights: Weights, experts: Experts, prefix: str, hidd
     return _unstack_experts(gate_up, count), _unstack_experts(down, count), None
 
 
-def _unstack_experts(matrix: ExpertMatrix, count: int) -> ExpertMatrix:
-    """Converts [count · out, in] to [count, out, in]."""
-    return matrix.unflatten(0, (count, -1)) if isinstance(matrix, Tensor) else matrix.experts(count)
+def _unstack_experts(matrix: ExpertMatrix, num_experts: int) -> ExpertMatrix:
+    """Converts [num_experts · out, in] to [num_experts, out, in]."""
+    return matrix.unflatten(0, (num_experts, -1)) if isinstance(matrix, Tensor) else matrix.experts(num_experts)
 
 
 def _load_stacked_experts(weights: Weights, experts: Experts, prefix: str, hidden: int) -> ExpertMatrices:
@@ -130,25 +130,25 @@ def _load_stacked_experts(weights: Weights, experts: Experts, prefix: str, hidde
     return gate_up, down, _load_stacked_biases(weights, experts, name, hidden)
 
 
-def _load_stacked_biases(weights: Weights, experts: Experts, name: str, hidden: int) -> ExpertBiases | None:
+def _load_stacked_biases(weights: Weights, experts: Experts, prefix: str, hidden: int) -> ExpertBiases | None:
     if not experts.has_biases:
         return None
     count, part = experts.routing.num_experts, _intermediate_part_of_rank(weights, experts)
-    interleaved_bias = weights.load(f"{name}gate_up_proj_bias", count, 2 * part.size)
+    interleaved_bias = weights.load(f"{prefix}gate_up_proj_bias", count, 2 * part.size)
     gate_up_bias = _split_gate_and_up(interleaved_bias[:, part.scaled(2).slice]).flatten(1)
-    down_bias = weights.bias_on_first_rank(weights.load(f"{name}down_proj_bias", count, hidden))
+    down_bias = weights.bias_on_first_rank(weights.load(f"{prefix}down_proj_bias", count, hidden))
     assert down_bias is not None
     return ExpertBiases(gate_up_bias, down_bias)
 
 
 def _load_stacked_quantised(
-    weights: Weights, experts: Experts, name: str, hidden: int
+    weights: Weights, experts: Experts, module: str, hidden: int
 ) -> tuple[QuantisedMatrix, QuantisedMatrix]:
-    """Loads the quantised matrices (gate_up, down) of stacked experts.
+    """Loads the quantised matrices (gate_up, down) of the stacked experts in `module`.
     In the checkpoint, rows of gate and rows of up alternate.  In the result, all rows of gate come first."""
     count, part = experts.routing.num_experts, _intermediate_part_of_rank(weights, experts)
-    gate_up = weights.stacked_matrix(name, ".gate_up_proj", count, [part.scaled(2)], hidden)
-    down = weights.stacked_matrix(name, ".down_proj", count, [hidden], part)
+    gate_up = weights.stacked_matrix(module, ".gate_up_proj", count, [part.scaled(2)], hidden)
+    down = weights.stacked_matrix(module, ".down_proj", count, [hidden], part)
     return gate_up.permute_rows_in_place(torch.arange(2 * len(part)).view(-1, 2).T.flatten()), down
 
 
@@ -163,14 +163,15 @@ def _split_gate_and_up(columns: Tensor) -> Tensor:
 
 
 def specs_by_type(config: ModelConfig, other_specs: Mapping[str, LayerSpec]) -> tuple[LayerSpec, ...]:
-    """Returns the spec of each layer, by its entry in `layer_types`.
-    Layers with full attention store K and V heads.  other_specs: the specs of all other layer types."""
+    """Returns the LayerSpec of each layer, chosen by the layer's entry in `layer_types`.
+    Layers with full attention store K and V heads.  other_specs: the LayerSpec of every other layer type."""
     cache_spec = KVHeads(config.kv_heads, config.head_size, config.head_size)
     specs = {FULL_ATTENTION: LayerSpec(config.heads, cache_spec, scale=config.softmax_scale), **other_specs}
     return tuple(specs[kind] for kind in config.raw["layer_types"])
 
 
 def layer_specs_of(config: ModelConfig) -> tuple[LayerSpec, ...]:
+    """Returns what each layer stores in the cache: the family's own specs, K and V heads, or latent rows."""
     if config.family.layer_specs is not None:
         return config.family.layer_specs(config)
     size, latent = config.head_size, config.latent
@@ -189,15 +190,15 @@ def layer_specs_of(config: ModelConfig) -> tuple[LayerSpec, ...]:
     return tuple(LayerSpec(config.heads, cache_spec, scale=scale, topk=indexer.topk) for cache_spec in cache_specs)
 
 
-def load_embedding(weights: Weights, config: ModelConfig, scale: float) -> Embedding:
-    """Loads this rank's rows of the token embedding.  scale: the factor by which embeddings are multiplied."""
+def load_embedding(weights: Weights, config: ModelConfig, embedding_scale: float) -> Embedding:
+    """Loads this rank's rows of the token embedding.  embedding_scale: the factor of every embedding."""
     part = weights.shards.vocab_part(config.vocab_size)
     table = weights.embedding_table("model.embed_tokens", part, config.hidden_size)
-    return Embedding(table, scale, None, config.vocab_size, weights.shards)
+    return Embedding(table, embedding_scale, None, config.vocab_size, weights.shards)
 
 
 def load_head(weights: Weights, name: str, vocab_size: int, hidden_size: int) -> Linear:
-    """Loads an lm_head.  Each rank holds a part of the rows; a product gathers the logits of all ranks."""
+    """Loads an lm_head.  Each rank holds a part of the rows.  A product gathers the logits of all ranks."""
     part = weights.shards.vocab_part(vocab_size)
     head = weights.linear("", (name,), (part,), hidden_size, bias=False)
     return head if part.is_whole else Linear(GatheredWeight(head.weight, weights.shards, vocab_size))
@@ -217,7 +218,7 @@ def load_attention(
 ) -> Attention | LatentAttention:
     """Loads the attention block under `prefix`: latent attention, or attention with K and V heads.
     columns: the input size of q, k and v: the hidden size, or twice the hidden size for a draft that concatenates
-    embedding and hidden state.  layer: the layer's number in the checkpoint, by which it has an indexer or not."""
+    embedding and hidden state.  layer: the layer's number, which decides whether it has an indexer."""
     if config.latent is not None:
         return _load_latent_attention(weights, config, config.latent, prefix, columns, rope, layer)
     size, shards, names = config.head_size, weights.shards, config.family.names
@@ -303,7 +304,8 @@ def _load_indexer(
         return None
     indexer_prefix = f"{prefix}indexer."
     if not config.has_own_indexer(layer):
-        # Checkpoints may have unused weights of this indexer: a model override can replace an indexer by a shared one.
+        # A checkpoint may store an unused indexer of this layer, because with a model override the layer can share the
+        # indexer of an earlier layer.
         weights.allow_unused_prefixes((indexer_prefix,))
         return None
     return Indexer(
@@ -324,7 +326,7 @@ def load_layer(
 ) -> DecoderLayer:
     """Loads the layer under `prefix`: norms, mixer (attention or a recurrent block) and MLP.
     layer: the layer's number in the checkpoint, which decides whether the layer has experts.
-    index: the layer's index in a pass; by default `layer`."""
+    index: the layer's index among the layers of a pass; by default `layer`."""
     experts = config.experts if config.experts is not None and layer in config.experts.layers else None
     hidden, norms = config.hidden_size, config.family.layer_norms
 
@@ -367,7 +369,7 @@ def load_mlp(weights: Weights, config: ModelConfig, prefix: str) -> GatedMLP:
 def load_mamba2(
     weights: Weights,
     prefix: str,
-    state: RecurrentState,
+    state_spec: RecurrentState,
     hidden: int,
     eps: float,
     *,
@@ -378,20 +380,21 @@ def load_mamba2(
     """Loads the Mamba 2 block under `prefix`.
     bias, conv_bias: whether the projections and the convolution have a bias.  dt_limits: the smallest and largest dt,
     the time step of the recurrence."""
-    inner, shared, channels = state.heads * state.v_size, state.k_heads * state.k_size, state.channels
-    conv = weights.load(f"{prefix}conv1d.weight", channels, 1, state.taps)[:, 0]
+    inner, shared = state_spec.heads * state_spec.v_size, state_spec.k_heads * state_spec.k_size
+    channels = state_spec.channels
+    conv = weights.load(f"{prefix}conv1d.weight", channels, 1, state_spec.taps)[:, 0]
     # Checkpoints store the channels in the order x, B, C.  Mamba2 needs the order C, B, x.
     x, b, c = torch.arange(channels, device=conv.device).split((inner, shared, shared))
     order = torch.cat((c, b, x))
     bias_of_channels = weights.load(f"{prefix}conv1d.bias", channels)[order] if conv_bias else None
     low, high = dt_limits
     return Mamba2(
-        state,
-        weights.linear(prefix, ("in_proj",), (inner + channels + state.heads,), hidden, bias),
+        state_spec,
+        weights.linear(prefix, ("in_proj",), (inner + channels + state_spec.heads,), hidden, bias),
         ShortConv(conv[order].contiguous(), bias_of_channels),
-        weights.load_exact(f"{prefix}A_log", state.heads),
-        weights.load_exact(f"{prefix}dt_bias", state.heads),
-        weights.load_exact(f"{prefix}D", state.heads),
+        weights.load_exact(f"{prefix}A_log", state_spec.heads),
+        weights.load_exact(f"{prefix}dt_bias", state_spec.heads),
+        weights.load_exact(f"{prefix}D", state_spec.heads),
         (float(low), float(high)),
         weights.norm(f"{prefix}norm", inner, eps),
         weights.linear(prefix, ("out_proj",), (hidden,), inner, bias),

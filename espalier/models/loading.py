@@ -41,7 +41,7 @@ SHARED_FIELDS = ("dtype", "torch_dtype", "eos_token_id", "bos_token_id", "quanti
 
 
 def _known_family(config_json: Json) -> Family | None:
-    """Returns the family of a config.json by `architectures` (if missing, by `model_type`); None if it is unknown."""
+    """Returns the family that `architectures` (if missing, `model_type`) of a config.json names; None if unknown."""
     name = architecture_of(config_json)
     by_type = {} if config_json.get("architectures") else {family.model_type: family for family in FAMILIES.values()}
     return FAMILIES.get(str(name)) or by_type.get(str(name))
@@ -65,7 +65,7 @@ def find_family(config_json: Json, path: Path) -> Family:
 
 
 def is_multimodal(config_json: Json) -> bool:
-    """Whether a config.json belongs to a multimodal checkpoint whose text part one of the families supports."""
+    """Whether a config.json belongs to a multimodal checkpoint whose text part is supported by a family."""
     return any(architecture_of(config_json) in family.multimodal_architectures for family in FAMILIES.values())
 
 
@@ -101,7 +101,7 @@ KV_SCALE_NAMES = (
 def load_kv_scales(weights: Weights, prefix: str, cache_spec: CacheSpec) -> KVScales | None:
     """Loads the FP8 scales of K and V of the attention under `prefix`.  Returns None if the checkpoint has no scales.
     The result has one scale for each head of this rank.  cache_spec: what the layer stores on all ranks together.
-    Raises EspalierError for a scale of K without one of V (or the reverse), and for a wrong shape."""
+    Raises EspalierError if only K or only V has a scale, and for a wrong shape."""
     heads = as_rank_part(1) if isinstance(cache_spec, LatentKV) else weights.shards.kv_heads_part(cache_spec.kv_heads)
     for names in KV_SCALE_NAMES:
         if any(f"{prefix}{name}" in weights for name in names):
@@ -133,12 +133,13 @@ def read_config(path: Path | str, overrides: Mapping[str, Any] | None = None, mo
     config_json = read_raw_config(path)
     file = path / "generation_config.json"
     with add_path_to_errors(path):
-        generation = read_json(file) if file.exists() else None
+        generation_config = read_json(file) if file.exists() else None
         if _runs_by_transformers(config_json, model_impl):
-            return read_by_transformers(config_json, path, overrides, generation)
+            return read_by_transformers(config_json, path, overrides, generation_config)
         has_other_parts = is_multimodal(config_json)
         text = text_config(config_json, path) if has_other_parts else config_json
-        config = parse_config(text, find_family({**text, **(overrides or {})}, path), path, overrides, generation)
+        family = find_family({**text, **(overrides or {})}, path)
+        config = parse_config(text, family, path, overrides, generation_config)
         return (
             replace(config, multimodal_architecture=architecture_of(config_json), stored_names=TEXT_PART_NAMES)
             if has_other_parts
@@ -211,7 +212,7 @@ def make_target(
     position_rows: int,
     max_context: int | None = None,
 ) -> Decoder:
-    """Builds the target from its weights.  See load_target.
+    """Builds the target from its weights.  The arguments are those of load_target.
     Raises EspalierError for a weight that is missing, misshapen or not used."""
     layer_specs = layer_specs_of(config)
     scale = float(torch.tensor(config.embedding_scale, dtype=weights.dtype))
@@ -238,7 +239,7 @@ def make_target(
 
 
 def _log_longrope(config: ModelConfig, context: int) -> None:
-    """Logs which frequencies of LongRoPE the model uses, because they change the model's output."""
+    """Logs which frequencies of LongRoPE the model uses, because this choice changes the model's output."""
     for original in {rope.original_max_position for rope in config.layer_ropes if rope.type == "longrope"}:
         used, other_limit = ("long", "at most") if context > original else ("short", "more than")
         log.info(
@@ -248,8 +249,8 @@ def _log_longrope(config: ModelConfig, context: int) -> None:
 
 
 def unread_prefixes(config: ModelConfig) -> tuple[str, ...]:
-    """Returns the prefixes of stored weights that the target does not use: its MTP layers, which are a draft (mtp.py),
-    and the weights that the family ignores."""
+    """Returns the name prefixes of stored weights that the target does not use: the weights of its MTP layers, which
+    mtp.py loads as a draft, and the weights that the family ignores."""
     count = int(config.raw.get("num_nextn_predict_layers") or 0)
     mtp, layers = config.family.mtp, range(count)
     return *config.family.ignored_weights, *(

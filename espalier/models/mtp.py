@@ -118,12 +118,12 @@ def holds_mtp_layers(path: Path, target: ModelConfig) -> bool:
     return all(weights.has_matrix(f"{prefix}{mtp.project}") for prefix in prefixes)
 
 
-def _family_of(base: DraftFields) -> Family:
+def _family_of(layer_fields: DraftFields) -> Family:
     """Returns the family of an MTP head's layers, by model_type.  Raises EspalierError for an unsupported family."""
     by_type = {family.model_type: family for family in FAMILIES.values() if family.usable_in_drafts}
-    declared = base.get("model_type")
+    declared = layer_fields.get("model_type")
     if declared not in by_type:
-        raise base.error(
+        raise layer_fields.error(
             f"MTP layers of model_type {declared!r} (in transformer_layer_config) are not supported; supported: "
             f"{', '.join(by_type)}"
         )
@@ -201,6 +201,7 @@ class MTPDraft:
 
 def make_mtp(weights: Weights, config: MTPConfig, target: CausalLM, position_rows: int) -> MTPDraft:
     """Builds the draft from the weights of its layers.  All other weights in the directory belong to the target.
+    position_rows: the number of positions in the RoPE tables.
     Raises EspalierError naming a weight of a module that is missing, misshapen or not used."""
     rope = RopeTables(config.layer.rope, position_rows, weights.dtype, weights.device)
     # Embeddings and heads are cached by name, because modules may share them.
@@ -226,7 +227,7 @@ def _load_module(
     load_named_head: Callable[[str], Linear],
     module: int,
 ) -> MTPModule:
-    """Loads one module.  load_embed, load_named_head: return an embedding or a head by name.  module: its index."""
+    """Loads one module.  load_embed, load_named_head: return an embedding or a head by name.  module: from 0."""
     layer, family, prefix = config.layer, config.family, config.weights_prefix(module)
     hidden, index = layer.hidden_size, config.num_target_layers + module
     stored_index = family.stored_index(module, config.num_target_layers)

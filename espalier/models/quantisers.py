@@ -7,7 +7,7 @@ fp8-block, nvfp4, mxfp4: the formats of published checkpoints with these names.
 
 `espalier quantize` writes a copy of a target or a draft (`quantise`) in the format of compressed-tensors, file by file.
 It quantises linear layers, experts that are stored one by one, and a draft's own head.  All other weights stay dense.
-Synthetic models use the quantised tensors directly.
+Synthetic models (with random weights) use the quantised tensors directly.
 """
 
 import json
@@ -54,7 +54,7 @@ DENSE_NAMES = (
     # The gates of the delta rule are exponentials of these matrices' products, so quantisation errors would grow.
     *("in_proj_a", "in_proj_b", "in_proj_ba"),
 )
-# A draft's own head is quantised: its errors do not change the output, because the target decides every token.
+# A draft's own head is quantised.  Its quantisation errors do not change the output, because the target decides it.
 DENSE_IN_TARGETS = (*DENSE_NAMES, HEAD_NAME)
 # Block drafts read these matrices as plain tensors, so they stay dense.
 EDGE_MATRICES = ("markov_w1", "markov_w2", "markov_head.gate_proj", "markov_head.joint_proj")
@@ -93,9 +93,9 @@ class Quantiser:
         """Returns this format for a target or for a draft.  In a draft, the lm_head is quantised too."""
         return replace(self, dense_pattern=_names_pattern(DENSE_IN_DRAFTS)) if is_draft else self
 
-    def quantization_config(self, columns: Mapping[str, int]) -> Mapping[str, Any]:
-        """Returns quantization_config.  columns: the number of columns of each matrix to quantise, by name."""
-        groups = {name: self.group_size_for(count) for name, count in columns.items()}
+    def quantization_config(self, columns_by_matrix: Mapping[str, int]) -> Mapping[str, Any]:
+        """Returns quantization_config.  columns_by_matrix: name of a matrix to quantise -> number of columns."""
+        groups = {name: self.group_size_for(columns) for name, columns in columns_by_matrix.items()}
         config = dict(self.make_config(self.dense_pattern, [name for name, group in groups.items() if group is None]))
         for group in self.group_sizes[1:]:
             if names := [name for name, group_size in groups.items() if group_size == group]:
@@ -120,16 +120,16 @@ class Quantiser:
         """Whether a matrix is quantised.  name: the matrix's name without `.weight`."""
         return self.group_size_for(columns) is not None and not self.stays_dense(name)
 
-    def storage_formats(self, columns: Mapping[str, int]) -> FormatLookup:
-        """Returns the storage format of each matrix.  columns: see quantization_config."""
-        return read_formats({"quantization_config": self.quantization_config(columns)})
+    def storage_formats(self, columns_by_matrix: Mapping[str, int]) -> FormatLookup:
+        """Returns the storage format of each matrix.  columns_by_matrix: as in quantization_config."""
+        return read_formats({"quantization_config": self.quantization_config(columns_by_matrix)})
 
     def quantise_matrix(self, dense: Tensor) -> QuantisedMatrix:
         """Quantises a matrix [out, in].  The result is the same as after storing and loading the matrix."""
         if self.quantises_only_experts:
             return self.quantise_experts(dense[None])[0]
         format, stored = self.storage_formats({"layer": dense.shape[1]})("layer"), self.quantise(dense, dense.device)
-        declared = format.tensors(*dense.shape)
+        declared = format.stored_tensors(*dense.shape)
         tensors = {each.suffix: stored[each.suffix][None if each.row_dim is None else ...] for each in declared}
         matrix = format.matrix(tensors, [len(dense)], dense.shape[1])
         assert isinstance(matrix, QuantisedMatrix)
@@ -142,22 +142,24 @@ class Quantiser:
         return self.storage_formats({})("mlp.experts").expert_matrix(self.quantise(dense, dense.device))
 
 
-def _patterns_of_layers(names: Sequence[str], groups: Mapping[str, int | None]) -> list[str]:
-    """Returns patterns of these names for any layer and expert; full names if a pattern would match other names too."""
+def _patterns_of_layers(names: Sequence[str], group_sizes: Mapping[str, int | None]) -> list[str]:
+    """Returns patterns that match the matrices `names` in any layer and expert.  If a pattern would also match a matrix
+    that is not in `names`, returns the full names instead.  group_sizes: the group size of each matrix, by name."""
     patterns: dict[str, list[str]] = {}
     for name in names:
         patterns.setdefault(_any_number_pattern(name), []).append(name)
-    others = {_any_number_pattern(name) for name in groups.keys() - set(names)}
+    others = {_any_number_pattern(name) for name in group_sizes.keys() - set(names)}
     return [name for pattern, full in patterns.items() for name in (full if pattern in others else [pattern])]
 
 
 def _any_number_pattern(name: str) -> str:
-    """Returns a regular expression for a matrix's name in which every number matches any number."""
+    """Returns a regular expression that matches the name with any other numbers in place of its numbers."""
     return f"re:{NUMBER_PATTERN.sub('[0-9]+', re.escape(name))}$"
 
 
 def _row_blocks(matrix: Tensor, device: torch.device, row_multiple: int = 1) -> Iterator[Tensor]:
-    """Yields blocks of rows in float32 on the device.  All but the last have a multiple of `row_multiple` rows."""
+    """Yields blocks of rows in float32 on the device.  All but the last block have a multiple of `row_multiple`
+    rows."""
     for block in matrix.split(max(VALUES_PER_STEP // matrix.shape[1] // row_multiple, 1) * row_multiple):
         yield block.to(device, torch.float32)
 
@@ -276,10 +278,10 @@ def _compressed_tensors_config(
     """Returns quantization_config in the format of compressed-tensors.  With a scale per row, inputs are quantised too.
     scheme: (format, type of weights, bits of weights, strategy of scales, columns of a group)."""
     format_name, kind, bits, strategy, group = scheme
-    common: dict[str, Any] = {"symmetric": True, "dynamic": False, "block_structure": None, "actorder": None}
-    common |= {"num_bits": bits, "type": kind}
-    inputs = {**common, "strategy": "token", "dynamic": True} if strategy == "channel" else None
-    weights = {**common, "strategy": strategy, "group_size": group}
+    common_fields: dict[str, Any] = {"symmetric": True, "dynamic": False, "block_structure": None, "actorder": None}
+    common_fields |= {"num_bits": bits, "type": kind}
+    inputs = {**common_fields, "strategy": "token", "dynamic": True} if strategy == "channel" else None
+    weights = {**common_fields, "strategy": strategy, "group_size": group}
     group_0 = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
     return {
         "quant_method": "compressed-tensors",
@@ -331,7 +333,7 @@ QUANTISERS: Mapping[str, Quantiser] = MappingProxyType(
 class QuantiseReport:
     """The numbers that `quantise` reports.  num_matrices: the number of quantised matrices.
     dense_names: the names of matrices that stay dense because no group size divides their number of columns.
-    num_matrices_by_small_group_size: the number of matrices below the format's usual group size, by group size."""
+    num_matrices_by_small_group_size: smaller group size than usual -> the number of matrices with that size."""
 
     num_matrices: int = 0
     read_bytes: int = 0
@@ -374,10 +376,10 @@ def _write_copy(
     config: Mapping[str, Any],
     on_file_done: Callable[[], None],
 ) -> QuantiseReport:
-    """Writes the files of the copy; see quantise.  config.json is last, so that no partial copy can be loaded."""
-    report, weight_map, columns = QuantiseReport(), dict[str, str](), dict[str, int]()
+    """Writes the files of the copy.  config.json is written last, so that a partial copy cannot be loaded."""
+    report, weight_map, columns_by_matrix = QuantiseReport(), dict[str, str](), dict[str, int]()
     for file in safetensors_files(path):
-        tensors = dict(_quantised_tensors(file, quantiser, device, report, columns))
+        tensors = dict(_quantised_tensors(file, quantiser, device, report, columns_by_matrix))
         write_weights(out / file.name, tensors)
         weight_map |= dict.fromkeys(tensors, file.name)
         report.written_bytes += sum(tensor.nbytes for tensor in tensors.values())
@@ -389,7 +391,7 @@ def _write_copy(
         is_weights = other.suffix in (".safetensors", ".bin") or other.name == INDEX_FILE
         if other.is_file() and not is_weights and other.name != "config.json":
             shutil.copyfile(other, out / other.name)
-    full_config = {**config, "quantization_config": quantiser.quantization_config(columns)}
+    full_config = {**config, "quantization_config": quantiser.quantization_config(columns_by_matrix)}
     (out / "config.json").write_text(json.dumps(full_config, indent=1), encoding="utf-8")
     return report
 
@@ -422,9 +424,9 @@ def _stacks_experts(path: Path) -> bool:
 
 
 def _quantised_tensors(
-    file: Path, quantiser: Quantiser, device: torch.device, report: QuantiseReport, columns: dict[str, int]
+    file: Path, quantiser: Quantiser, device: torch.device, report: QuantiseReport, columns_by_matrix: dict[str, int]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields the tensors of a file's quantised copy.  Updates `report`, and `columns`: by matrix, the column count."""
+    """Yields the tensors of a file's quantised copy.  Updates `report` and `columns_by_matrix`."""
     with safe_open(file, framework="pt") as opened:
         for name in opened.keys():  # noqa: SIM118
             tensor = opened.get_tensor(name)
@@ -433,7 +435,7 @@ def _quantised_tensors(
             is_matrix = tensor.ndim == 2 and module != name and tensor.dtype in PLAIN_DTYPES
             is_matrix = is_matrix and not quantiser.stays_dense(module)
             if is_matrix:
-                columns[module] = tensor.shape[1]
+                columns_by_matrix[module] = tensor.shape[1]
             if is_matrix and (group := quantiser.group_size_for(tensor.shape[1])) is not None:
                 report.num_matrices += 1
                 if group != quantiser.group_sizes[0]:

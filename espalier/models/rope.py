@@ -49,7 +49,7 @@ ROPE_PARAMETERS = (
     "finetuned",
     *DIVISOR_FIELDS,
 )
-# Fields of attention that may be in the object of the RoPE.  config.py moves them to the top level of the config.
+# Fields of attention that a config may store in its RoPE object.  config.py moves them to the top level of the config.
 ATTENTION_FIELDS = ("partial_rotary_factor", "llama_4_scaling_beta")
 ROPE_FIELDS = ("rope_parameters", "rope_scaling")
 
@@ -66,9 +66,9 @@ class RopeConfig:
     are not rotated.
     latent_mscale: the factor of q and of k that YaRN computes from mscale_all_dim.  Latent attention multiplies its
     softmax scale by the square of this factor; other attention ignores it.
-    longrope_factors: LongRoPE's two sets of divisors, one divisor for each frequency: for contexts up to
-    original_max_position, and for longer contexts.  A loaded model uses one of the sets for all contexts, because a
-    change of the set would change the rotation of all cached keys.
+    longrope_factors: LongRoPE's two sets of divisors, with a divisor for each frequency.  The first set is for contexts
+    up to original_max_position, the second set for longer contexts.  A loaded model uses one of the sets for all
+    contexts, because a change of the set would change the rotation of all cached keys.
     query_scaling_beta: β of Llama 4's attention temperature.  After rotation, the query at position p is multiplied by
     1 + β · ln(1 + floor(p / original_max_position))."""
 
@@ -90,7 +90,7 @@ class RopeConfig:
 
     def inverse_frequencies(self, context: int = 0) -> Tensor:
         """Returns the frequencies [dim / 2], float32, in radians per position.
-        context: the number of tokens of the longest text, by which LongRoPE chooses its set of divisors."""
+        context: the number of tokens of the longest text, which decides which set of divisors LongRoPE uses."""
         unscaled = 1.0 / self._positions_per_radian()
         match self.type:
             case "linear":
@@ -195,7 +195,7 @@ def with_rope_type(fields: Mapping[str, Any]) -> Json:
 
 
 def rope_overrides(config_json: Json, overrides: Mapping[str, Any]) -> Json:
-    """Returns the overrides, with RoPE parameters moved to the field of ROPE_FIELDS that config.json has.
+    """Returns the overrides, with RoPE parameters in the field of ROPE_FIELDS that config.json has.
     Raises EspalierError for an override that would have no effect."""
     moved = with_rope_type(overrides)
     for field, other in (ROPE_FIELDS, ROPE_FIELDS[::-1]):
@@ -312,11 +312,11 @@ def _longrope_factors(parameters: Json, rotary_dim: int) -> tuple[tuple[float, .
     return short, long
 
 
-def _attention_factor(parameters: Json, rope_type: str, original: int, max_position_embeddings: int) -> float:
+def _attention_factor(parameters: Json, rope_type: str, original_length: int, max_position_embeddings: int) -> float:
     """Returns the factor by which cos and sin are multiplied."""
     if rope_type == "longrope" and parameters.get("attention_factor") is None:
-        factor = float(parameters.get("factor") or max_position_embeddings / original)
-        return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+        factor = float(parameters.get("factor") or max_position_embeddings / original_length)
+        return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original_length))
     return _yarn_attention_factor(parameters) if rope_type in ("yarn", "longrope") else 1.0
 
 

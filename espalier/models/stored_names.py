@@ -45,7 +45,7 @@ DEFAULT_LAYER_NAMES = LayerNames()
 
 @dataclass(frozen=True)
 class LayerNorms:
-    """Names of a layer's RMS norms: before a block, and after a block for its output.  None: there is no such norm."""
+    """Names of a layer's RMS norms of the inputs (before_) and outputs (after_) of its blocks.  None: no such norm."""
 
     before_attention: str | None = "input_layernorm"
     before_mlp: str | None = "post_attention_layernorm"
@@ -66,7 +66,7 @@ NORMS_AROUND_BLOCKS = LayerNorms(
 class Experts:
     """The mixture-of-experts layers of a model.
 
-    layers: the indices of these layers; other layers have a dense MLP.  intermediate_size: the size of an expert.
+    layers: the indices of layers with experts; other layers have a dense MLP.  intermediate_size: an expert's size.
     shared_size: the intermediate size of the shared expert; 0 if there is no shared expert.
     shared_name: the name of the shared expert.  shared_has_bias: whether the shared expert has biases.
     shared_gate_name: the name of the weight [1, H] that gates the shared expert; None if there is no gate.
@@ -190,16 +190,17 @@ class MTPFamily:
     numbered_after_target: bool = False
     hidden_before_embedding: bool = False
 
-    def stored_index(self, layer: int, num_layers: int) -> int:
-        """Returns the number that MTP layer `layer` has in weight names.  num_layers: the number of target layers."""
-        return num_layers + layer if self.numbered_after_target else layer
+    def stored_index(self, layer: int, num_target_layers: int) -> int:
+        """Returns the number that MTP layer `layer` (counted from 0) has in weight names."""
+        return num_target_layers + layer if self.numbered_after_target else layer
 
-    def layer_prefix(self, layer: int, num_layers: int) -> str:
-        return self.prefix.format(self.stored_index(layer, num_layers))
+    def layer_prefix(self, layer: int, num_target_layers: int) -> str:
+        """Returns the name prefix of the decoder layer's weights in an MTP layer."""
+        return self.prefix.format(self.stored_index(layer, num_target_layers))
 
-    def weights_prefix(self, layer: int, num_layers: int) -> str:
+    def weights_prefix(self, layer: int, num_target_layers: int) -> str:
         """Returns the name prefix of all weights of an MTP layer, except its embedding and head."""
-        return self.layer_prefix(layer, num_layers) if self.outer_prefix is None else self.outer_prefix
+        return self.layer_prefix(layer, num_target_layers) if self.outer_prefix is None else self.outer_prefix
 
 
 # The weight names of the MTP layers of DeepSeek-V3 and GLM.

@@ -115,6 +115,7 @@ def safetensors_files(path: Path) -> list[Path]:
 
 
 def read_bin(path: Path, is_allowed: bool) -> Mapping[str, Tensor]:
+    """Reads pytorch_model.bin.  is_allowed: false for a target, for which the file is refused."""
     file = path / BIN_FILE
     if not file.exists():
         kinds = f"*.safetensors or {BIN_FILE}" if is_allowed else "*.safetensors"
@@ -174,7 +175,7 @@ class WeightSize:
 def count_weights_in(
     path: Path, formats: FormatLookup, ignored_prefixes: tuple[str, ...] = (), stored_names: StoredNames = SAME_NAMES
 ) -> WeightSize:
-    """Returns the size of the weights that `Weights` reads from a directory, without `ignored_prefixes`.
+    """Returns the size of the weights that `Weights` reads from a directory, except those under `ignored_prefixes`.
 
     An unreadable safetensors file is not counted; loading reports the error later.  Raises EspalierError for an
     unreadable index or pytorch_model.bin.
@@ -212,5 +213,5 @@ def _size_of_gguf(path: Path) -> WeightSize:
 
 
 def _size_of_tensor(name: str, tensor: Tensor, formats: FormatLookup) -> WeightSize:
-    keeps_dtype = formats(name.rpartition(".")[0]).keeps_dtype(name, tensor.dtype)
-    return WeightSize(0, tensor.nbytes) if keeps_dtype else WeightSize(tensor.numel(), 0)
+    keeps_stored_dtype = formats(name.rpartition(".")[0]).keeps_stored_dtype(name, tensor.dtype)
+    return WeightSize(0, tensor.nbytes) if keeps_stored_dtype else WeightSize(tensor.numel(), 0)

@@ -106,7 +106,7 @@ class Weights:
         For a tensor without a row dimension (such as an input scale), only the name is checked, because a single value
         may have the shape [] or [1]."""
         try:
-            declared = self.format_of(name).tensors(rows, columns)
+            declared = self.format_of(name).stored_tensors(rows, columns)
         except EspalierError:  # the format stores no such shape
             return False
         shapes = {f"{name}{tensor.suffix}": None if tensor.row_dim is None else tensor.shape for tensor in declared}
@@ -128,7 +128,7 @@ class Weights:
         return float(self.load(name, 1))
 
     def load_parts(self, name: str, shape: tuple[int, ...], dim: int, parts: Sequence[RankPart]) -> Tensor:
-        """Returns `parts` of a plain tensor along dimension `dim`, concatenated.  Otherwise see `load`."""
+        """Returns the concatenated `parts` of a plain tensor along dimension `dim`, cast as in `load`."""
         declared = StoredTensor("", shape, row_dim=dim)
         return self._cat_tensors(
             [name] * len(parts), [declared] * len(parts), [declared.part_slices(part, part) for part in parts]
@@ -139,10 +139,10 @@ class Weights:
         exact_dtype = torch.promote_types(self.dtype, torch.float32)
         return self._read_checked(name, StoredTensor("", shape)).to(self.device, exact_dtype)
 
-    def load_entries(self, name: str, count: int, *shape: int) -> Iterator[Tensor]:
-        """Yields the entries of a plain tensor [count, *shape], cast to the model's dtype, on the device.
+    def load_entries(self, name: str, num_entries: int, *shape: int) -> Iterator[Tensor]:
+        """Yields the entries of a plain tensor [num_entries, *shape], cast to the model's dtype, on the device.
         Raises the errors of load_raw."""
-        for entry in self._read_checked(name, StoredTensor("", (count, *shape))):
+        for entry in self._read_checked(name, StoredTensor("", (num_entries, *shape))):
             yield entry.to(self.device, self.dtype)
 
     def empty(self, *shape: int) -> Tensor:
@@ -150,7 +150,7 @@ class Weights:
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
     def load_raw(self, name: str, *shape: int) -> Tensor:
-        """Returns a weight as it is stored, on the CPU.  Raises EspalierError for a missing weight or another shape."""
+        """Returns a weight as it is stored, on the CPU.  Raises EspalierError if it is missing or has another shape."""
         self.require_shape(name, shape)
         self._unused.discard(name)
         tensor = self._loaded[name] if name in self._loaded else self._read_tensor(name)
@@ -181,7 +181,7 @@ class Weights:
     ) -> Linear:
         """Returns a linear layer that stacks the matrices prefix + name, [rows, columns] each.  bias: whether the
         matrices have biases.  sums_over_ranks: if ranks divide the columns, whether the layer sums its outputs over the
-        ranks; if false, the caller does."""
+        ranks; if false, the caller sums them."""
         weight, biases = self.weight([f"{prefix}{name}" for name in names], rows, columns), None
         if bias:
             parts = [as_rank_part(size) for size in rows]
@@ -206,12 +206,12 @@ class Weights:
             group_names, group_rows = zip(*matrices, strict=True)
             build_arguments = self._read_parts(format, group_names, group_rows, columns)
             with self._matrix_names_in_errors(group_names):
-                weights.append(format.build(*build_arguments))
+                weights.append(format.build_weight(*build_arguments))
                 weights[-1].require_kernels(self.dtype)
         return weights[0] if len(weights) == 1 else StackedWeights(weights)
 
     def require_parts(self, names: Sequence[str], sizes: Sequence[SizeOrPart]) -> None:
-        """Raises EspalierError if there are several ranks but no size is divided among them (a RankPart)."""
+        """Raises EspalierError if there are several ranks but no size is a RankPart, so that nothing is divided."""
         if self.shards.count > 1 and not any(isinstance(size, RankPart) for size in sizes):
             raise EspalierError(
                 f"{names[0]!r} has no part, so ranks cannot divide this architecture; use tensor_parallel=1"
@@ -238,7 +238,8 @@ class Weights:
         return file is not None and file.get_slice(stored_name).get_dtype() in PLAIN_DTYPE_NAMES
 
     def matrix(self, names: Sequence[str], rows: Sequence[SizeOrPart], columns: SizeOrPart) -> Tensor | QuantisedMatrix:
-        """Returns the stacked matrices as one dense or quantised matrix, not as a Weight.  See `weight`."""
+        """Returns the stacked matrices as one dense or quantised matrix, not as a Weight.  The arguments are
+        those of `weight`."""
         format = self._common_format(names)
         build_arguments = self._read_parts(format, names, rows, columns)
         with self._matrix_names_in_errors(names):
@@ -248,19 +249,19 @@ class Weights:
         return matrix
 
     def stacked_matrix(
-        self, name: str, matrix: str, count: int, rows: Sequence[SizeOrPart], columns: SizeOrPart
+        self, name: str, matrix_name: str, num_experts: int, rows: Sequence[SizeOrPart], columns: SizeOrPart
     ) -> QuantisedMatrix:
-        """Returns `count` experts [rows, columns].  Each stored tensor holds all experts; the tensor's name is name +
-        matrix + a suffix of the format.
+        """Returns `num_experts` experts [rows, columns].  Each stored tensor holds all experts.  The tensor's name is
+        name + matrix_name + a suffix of the format.
 
         rows: one or more parts of an expert's rows.  The result has the rows of all parts, in order.
         """
         format, parts, column_part = self.formats(name), [as_rank_part(size) for size in rows], as_rank_part(columns)
-        self.require_parts([f"{name}{matrix}"], (*rows, columns))
-        with self._matrix_names_in_errors([f"{name}{matrix}"]):
+        self.require_parts([f"{name}{matrix_name}"], (*rows, columns))
+        with self._matrix_names_in_errors([f"{name}{matrix_name}"]):
             tensors = {}
-            for declared in format.expert_tensors(count, parts[0].size, column_part.size):
-                tensor = self._read_checked(f"{name}{matrix}{declared.suffix}", declared)
+            for declared in format.expert_tensors(num_experts, parts[0].size, column_part.size):
+                tensor = self._read_checked(f"{name}{matrix_name}{declared.suffix}", declared)
                 cuts = [tensor[declared.part_slices(part, column_part)] for part in parts]
                 part_tensor = cuts[0] if len(cuts) == 1 else torch.cat(cuts, declared.row_dim or 0)
                 tensors[declared.suffix] = part_tensor.to(self.device)
@@ -295,12 +296,12 @@ class Weights:
     def _read_parts(
         self, format: WeightFormat, names: Sequence[str], rows: Sequence[SizeOrPart], columns: SizeOrPart
     ) -> tuple[Mapping[str, Tensor], list[int], int]:
-        """Returns the arguments of WeightFormat.build for stacked matrices: the tensors, the rows and the columns."""
+        """Returns the arguments of WeightFormat.build_weight for stacked matrices: tensors, rows and columns."""
         tensors: Mapping[str, Tensor] = {}
         self.require_parts(names, (*rows, columns))
         parts, column_part = [as_rank_part(size) for size in rows], as_rank_part(columns)
         with self._matrix_names_in_errors(names):
-            tensors_by_matrix = [format.tensors(part.size, column_part.size) for part in parts]
+            tensors_by_matrix = [format.stored_tensors(part.size, column_part.size) for part in parts]
             cuts = [
                 [tensor.part_slices(part, column_part) for tensor in declared_tensors]
                 for declared_tensors, part in zip(tensors_by_matrix, parts, strict=True)
@@ -350,6 +351,7 @@ class Weights:
         return stacked
 
     def _read_checked(self, name: str, declared: StoredTensor) -> Tensor:
+        """Returns a stored tensor.  Raises EspalierError if its shape or dtype is not the declared one."""
         tensor = self.load_raw(name, *declared.shape)
         dtypes = PLAIN_DTYPES if declared.dtype is None else declared.dtype
         expected = dtypes if isinstance(dtypes, tuple) else (dtypes,)

@@ -86,7 +86,7 @@ class QuantisedTensors:
             experts, num_in, num_out = size
             return self.formats(module.rpartition(".")[0]).expert_tensors(experts, num_out, num_in)
         if _is_matrix(name, size) and self.quantiser.is_quantised(module, size[1]):
-            return self.formats(module).tensors(*size)
+            return self.formats(module).stored_tensors(*size)
         return ()
 
     @functools.cached_property

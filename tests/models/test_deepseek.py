@@ -112,7 +112,7 @@ def test_yarn_scales_the_softmax_of_published_configs(tmp_path: Path) -> None:
 def test_published_fp8_weights(tmp_path: Path) -> None:
     """V3's config names no layers that stay dense: the head, routers and the MTP layer's projection are."""
     formats = read(tmp_path, {**V3, "quantization_config": FP8}).formats
-    quantised = formats("model.layers.61.mlp.experts.7.down_proj").tensors(7168, 2048)
+    quantised = formats("model.layers.61.mlp.experts.7.down_proj").stored_tensors(7168, 2048)
     assert [(stored.suffix, stored.shape) for stored in quantised] == [
         (".weight", (7168, 2048)),
         (".weight_scale_inv", (56, 16)),

@@ -45,19 +45,19 @@ class Int8Weight(Weight):
 class Int8Format(WeightFormat):
     name = "toy-int8"
 
-    def tensors(self, rows: int, columns: int) -> tuple[StoredTensor, ...]:
+    def stored_tensors(self, rows: int, columns: int) -> tuple[StoredTensor, ...]:
         return (
             StoredTensor(".weight_int8", (rows, columns), torch.int8, row_dim=0),
             StoredTensor(".weight_scale", (rows,), row_dim=0),
             StoredTensor(".weight_shape", (2,), torch.int64),
         )
 
-    def build(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> Weight:
-        assert tensors[".weight_int8"].shape == (sum(rows), columns)
-        assert tensors[".weight_shape"].shape == (len(rows), 2)
+    def build_weight(self, tensors: Mapping[str, Tensor], row_counts: Sequence[int], columns: int) -> Weight:
+        assert tensors[".weight_int8"].shape == (sum(row_counts), columns)
+        assert tensors[".weight_shape"].shape == (len(row_counts), 2)
         return Int8Weight(tensors[".weight_int8"], tensors[".weight_scale"])
 
-    def keeps_dtype(self, name: str, dtype: torch.dtype) -> bool:
+    def keeps_stored_dtype(self, name: str, dtype: torch.dtype) -> bool:
         return name.endswith((".weight_int8", ".weight_shape"))
 
 

@@ -47,7 +47,7 @@ def ropes_by_type(config_fields: Json, layer_types: Sequence[str], bases: RopeBa
 
 
 def _rope_of_type(config_fields: Json, layer_type: str, bases: RopeBases, rope: Json) -> Json:
-    """Returns the RoPE parameters of a layer type.  rope: its entry of rope_parameters."""
+    """Returns the RoPE parameters of a layer type.  rope: the entry of this type in rope_parameters."""
     field, default = bases[layer_type]
     base = config_fields.get(field)
     if base is not None and rope.get("rope_theta", base) != base:

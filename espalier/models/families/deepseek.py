@@ -53,7 +53,7 @@ def routed_experts(config_fields: Json, topk_methods: tuple[str, ...], layers: f
     )
 
 
-def _routing(config_fields: Json, method: str) -> Routing:
+def _routing(config_fields: Json, topk_method: str) -> Routing:
     """Returns the routing for this topk_method."""
     routing = Routing(
         config_fields["n_routed_experts"],
@@ -61,10 +61,10 @@ def _routing(config_fields: Json, method: str) -> Routing:
         norm_topk_prob=bool(config_fields["norm_topk_prob"]),
         routed_scaling_factor=config_fields["routed_scaling_factor"],
     )
-    if method == "greedy":
+    if topk_method == "greedy":
         return routing
     routing = replace(routing, n_group=config_fields["n_group"] or 1, topk_group=config_fields["topk_group"] or 1)
-    if method == "group_limited_greedy":
+    if topk_method == "group_limited_greedy":
         return routing
     return replace(routing, scoring="sigmoid", group_score="top2_sum", correction_bias=True)
 
@@ -80,8 +80,8 @@ def expert_layers_after_dense(config_fields: Json) -> frozenset[int]:
 
 
 def _experts_v2(config_fields: Json) -> Experts | None:
-    # As in the publisher's code, routing weights are scaled only if they are not normed.  Transformers never norms
-    # routing weights.  Published configs do not set norm_topk_prob.
+    # As in the publisher's code, routing weights are scaled only if they are not normalised to the sum 1.  Transformers
+    # never normalises routing weights.  Published configs do not set norm_topk_prob.
     norm = config_fields["norm_topk_prob"] and config_fields["num_experts_per_tok"] != 1
     scale = 1.0 if norm else config_fields["routed_scaling_factor"]
     as_published = {**config_fields, "norm_topk_prob": norm, "routed_scaling_factor": scale}

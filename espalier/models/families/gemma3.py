@@ -1,4 +1,4 @@
-"""Gemma 2 and 3 (text): norms before and after each block, with weight 1 + w; windows by layer.
+"""Gemma 2 and 3 (text): norms before and after each block, each with the stored weight plus 1; windows by layer.
 
 Gemma 3 has one RoPE for each layer type.  Gemma 2 has the same RoPE in all layers, and soft caps on attention scores.
 """

@@ -103,10 +103,11 @@ class ParallelMLP:
     experts_input_norm: RMSNorm
     experts_output_norm: RMSNorm
 
-    def norm_input(self, norm: AnyNorm, delta: BlockOutput, x: Tensor) -> tuple[Tensor, ParallelMLPRows]:
-        """Returns (x + delta, the normed inputs of both blocks).  See residual.py:NormReader."""
+    def norm_input(self, norm: AnyNorm, delta: BlockOutput, residual: Tensor) -> tuple[Tensor, ParallelMLPRows]:
+        """Returns (residual + delta, the normed inputs of both blocks).  See residual.py:NormReader."""
         assert isinstance(delta, NormedOutputs) and isinstance(norm, RMSNorm)
-        total, (mlp_rows, rows, router_rows) = delta.add_and_norms(x, (norm, self.experts_input_norm, self.router_norm))
+        norms = norm, self.experts_input_norm, self.router_norm
+        total, (mlp_rows, rows, router_rows) = delta.add_and_norms(residual, norms)
         return total, ParallelMLPRows(mlp_rows, RoutedRows(rows, rows, router_logits(router_rows, self.mixture.router)))
 
     def __call__(
@@ -205,12 +206,12 @@ def _ropes(config_fields: Json) -> list[Json]:
                 "type of layer; correct it"
             )
     sizes = [layer_sizes.get("head_dim", config_fields["head_dim"]) for layer_sizes in _sizes_by_layer(config_fields)]
-    ropes = {kind: _without_ignored_share(parameters[kind]) for kind in set(kinds)}
+    ropes = {kind: _without_ignored_rotary_factor(parameters[kind]) for kind in set(kinds)}
     return [{"rope_parameters": ropes[kind], "head_dim": size} for kind, size in zip(kinds, sizes, strict=True)]
 
 
-def _without_ignored_share(parameters: Json) -> Json:
-    """Returns the RoPE parameters.  Transformers ignores `partial_rotary_factor` of the type `default`."""
+def _without_ignored_rotary_factor(parameters: Json) -> Json:
+    """Returns the parameters; for type `default` without `partial_rotary_factor`, which transformers ignores."""
     is_default = parameters.get("rope_type", "default") == "default"
     return {name: value for name, value in parameters.items() if not (is_default and name == "partial_rotary_factor")}
 
@@ -257,9 +258,9 @@ def _layer_specs(config: ModelConfig) -> tuple[LayerSpec, ...]:
     return tuple(specs)
 
 
-def _load_embedding(weights: Weights, config: ModelConfig, scale: float) -> Embedding:
+def _load_embedding(weights: Weights, config: ModelConfig, embedding_scale: float) -> Embedding:
     vocab, hidden, size = config.vocab_size, config.hidden_size, config.raw["hidden_size_per_layer_input"]
-    embed = load_embedding(weights, config, scale)
+    embed = load_embedding(weights, config, embedding_scale)
     if not size:
         return embed
     rows, columns = config.raw["vocab_size_per_layer_input"], config.num_layers * size
@@ -269,8 +270,8 @@ def _load_embedding(weights: Weights, config: ModelConfig, scale: float) -> Embe
         )
     table = weights.load("model.embed_tokens_per_layer.weight", rows, columns)
     project = weights.linear("model.", ("per_layer_model_projection",), (whole_part(columns),), hidden, bias=False)
-    # The layers' second inputs are (norm(project · H^-½) + table · P^½) · 2^-½.  The factor of the norm's input becomes
-    # a factor of the norm's eps.
+    # The layers' second inputs are (norm(project · H^-½) + table · P^½) · 2^-½.  Instead of the factor H^-½
+    # of the norm's input, the norm's eps gets the factor H.
     factors = weights.load_exact("model.per_layer_projection_norm.weight", size) * 2**-0.5
     norm = RMSNorm(factors, config.rms_norm_eps * hidden)
     return PerLayerEmbedding(embed, table, (size / 2) ** 0.5, project, norm)

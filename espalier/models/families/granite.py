@@ -88,7 +88,7 @@ INFINITY = {"__float__": "Infinity"}
 
 
 def _normalise_fields(config_json: Json) -> Json:
-    """Returns the fields, with other families' names of layer types, and with the size of a Mamba-2 head."""
+    """Returns the fields, with the layer types named as in other families, and with mamba_d_head as a number."""
     fields, types = dict(config_json), config_json.get("layer_types") or config_json.get("layers_block_type")
     if isinstance(types, list):
         fields["layer_types"] = [LAYER_TYPES.get(kind, kind) if isinstance(kind, str) else kind for kind in types]
@@ -100,7 +100,7 @@ def _normalise_fields(config_json: Json) -> Json:
 
 
 def with_numeric_time_step_limit(config_fields: Json) -> Json:
-    """Returns the fields, in which INFINITY in time_step_limit is replaced by the number."""
+    """Returns the fields, in which INFINITY in time_step_limit is replaced by float("inf")."""
     limits = config_fields.get("time_step_limit")
     if not isinstance(limits, list):
         return config_fields

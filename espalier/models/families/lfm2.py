@@ -26,7 +26,7 @@ RENAMED_FIELDS = {
 
 
 def _normalise_fields(config_json: Json) -> Json:
-    """Returns the fields under the names of other families, with `layer_types`."""
+    """Returns the fields under the names that all families share, with `layer_types` added."""
     renamed = {other: config_json[name] for name, other in RENAMED_FIELDS.items() if name in config_json}
     fields = {**config_json, **renamed}
     count, attending = config_json.get("num_hidden_layers"), config_json.get("full_attn_idxs")
@@ -46,7 +46,7 @@ def _checked_windows(config_fields: Json) -> LayerWindows:
 
 
 def _mlp_size(config: ModelConfig) -> int:
-    """Returns the MLP's intermediate size.  With block_auto_adjust_ff_dim, it is derived from the config's size."""
+    """Returns the MLP's intermediate size.  With block_auto_adjust_ff_dim, it is computed from intermediate_size."""
     size, fields = config.intermediate_size, config.raw
     if not fields["block_auto_adjust_ff_dim"]:
         return size

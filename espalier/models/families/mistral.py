@@ -50,7 +50,7 @@ MINISTRAL = replace(
     MISTRAL,
     architecture="MinistralForCausalLM",
     model_type="ministral",
-    windows=lambda fields: windows_by_layer_type(fields, default=lambda layer: True),
+    windows=lambda fields: windows_by_layer_type(fields, slides_by_default=lambda layer: True),
     multimodal_architectures=(),
 )
 MINISTRAL3 = replace(

@@ -50,8 +50,8 @@ def _ropes(config_fields: Json) -> list[Json | None]:
     return [{} if theta else None for theta in thetas]
 
 
-def _load_embedding(weights: Weights, config: ModelConfig, scale: float) -> Embedding:
-    embed = load_embedding(weights, config, scale)
+def _load_embedding(weights: Weights, config: ModelConfig, embedding_scale: float) -> Embedding:
+    embed = load_embedding(weights, config, embedding_scale)
     embed.row_norm = RMSNorm(torch.ones_like(weights.empty(config.hidden_size)), config.rms_norm_eps)
     return embed
 

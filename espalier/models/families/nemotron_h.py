@@ -41,8 +41,8 @@ RENAMED_FIELDS = {"layer_norm_epsilon": "rms_norm_eps", "layers_block_type": "la
 
 
 def _normalise_fields(config_json: Json) -> Json:
-    """Returns the fields under the names of other families, with `layer_types`.  rms_norm_eps is removed, because
-    transformers does not read it in this family."""
+    """Returns the fields under the names that all families share, with `layer_types` added.  A field rms_norm_eps is
+    removed, because transformers does not read it in this family."""
     fields = {name: value for name, value in config_json.items() if name != "rms_norm_eps"}
     fields |= {other: config_json[name] for name, other in RENAMED_FIELDS.items() if name in config_json}
     fields = with_numeric_time_step_limit(fields)
@@ -132,8 +132,8 @@ def _load_mamba(weights: Weights, config: ModelConfig, prefix: str) -> Mamba2:
     return load_mamba2(weights, prefix, _recurrent_state(config), config.hidden_size, config.rms_norm_eps, **options)
 
 
-def _load_embedding(weights: Weights, config: ModelConfig, scale: float) -> Embedding:
-    return Embedding(weights.load("model.embeddings.weight", config.vocab_size, config.hidden_size), scale)
+def _load_embedding(weights: Weights, config: ModelConfig, embedding_scale: float) -> Embedding:
+    return Embedding(weights.load("model.embeddings.weight", config.vocab_size, config.hidden_size), embedding_scale)
 
 
 FAMILY = Family(

@@ -79,7 +79,7 @@ def expert_layers(config_fields: Json) -> frozenset[int]:
 
 
 def read_routing(config_fields: Json, default_num_experts: int) -> Routing | None:
-    """Returns the routing; None without experts.  default_num_experts: the number if no field sets it."""
+    """Returns the routing; None without experts.  default_num_experts: the number of experts if no field has it."""
     # For some families, transformers 5 writes num_local_experts.
     names = ("num_experts", "num_local_experts")
     num_experts = next(
@@ -94,7 +94,7 @@ def read_routing(config_fields: Json, default_num_experts: int) -> Routing | Non
 
 def experts_with_shared(config_fields: Json, default_num_experts: int = 60) -> Experts | None:
     """Returns the experts of a family with a gated shared expert; None for a model without experts.
-    default_num_experts: see read_routing."""
+    default_num_experts: the number of experts if no field has it."""
     routing = read_routing(config_fields, default_num_experts)
     if routing is None:
         return None

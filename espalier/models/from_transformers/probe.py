@@ -41,7 +41,7 @@ AttentionCall = tuple[nn.Module, Tensor, Tensor, LayerSpec]
 LOGITS_TOLERANCE = 1e-4
 # The sizes of a tiny model, and its largest number of layers and of weights.
 TINY_HEADS, TINY_HEAD_SIZE, MAX_TINY_LAYERS, MAX_TINY_WEIGHTS = 4, 16, 12, 50_000_000
-# A pattern for the names of sizes that must fit together, because classes compute one from another.  These sizes get
+# A pattern for the names of sizes that must fit together, because classes compute some from others.  These sizes get
 # the tiny values even if the config has smaller values.
 DERIVED_SIZES = r"head_dim|head_size|kv_channels|attention_heads|n_heads?$|hidden_size|d_model|n_embd"
 # The tiny values, by patterns of the names in config classes.  The first pattern that matches counts.
@@ -55,7 +55,7 @@ TINY_SIZES: tuple[tuple[str, int], ...] = (
     (r"vocab_size|intermediate|inner|ffn|mlp_(dim|size)|d_ff|ff_", 2 * TINY_HEADS * TINY_HEAD_SIZE),
     (r"(?<!layers)$", TINY_HEADS * TINY_HEAD_SIZE),
 )
-# The factors by which a replacement's rows are multiplied.
+# is_replacement compares a replacement with its module on input rows that are multiplied by these factors.
 TRIED_SCALES = (1.0, 1e-3, 1e3)
 # The parents of rows 1 to 18 of two requests.  The first rows are a prefix; the rows after them are a tree's nodes.
 TREE_PARENTS = ((*range(13), 13, 13, 14, 14, 15), (*range(9), 9, 9, 10, 10, 11, 13, 14, 9, 17))
@@ -63,9 +63,10 @@ TREE_PARENTS = ((*range(13), 13, 13, 14, 14, 15), (*range(9), 9, 9, 10, 10, 11, 
 
 @refusal_reason("a small model of it cannot be made")
 def tiny_config(config: Any) -> Any:
-    """Returns a config of the same class with tiny sizes and few layers, with one layer of each type: the first layers,
-    or, if these would be more than MAX_TINY_LAYERS, the first four and the first layer of each other type; with more
-    types than that, the first MAX_TINY_LAYERS layers.  Raises EspalierError if the class refuses the tiny config."""
+    """Returns a config of the same class with tiny sizes and at most MAX_TINY_LAYERS layers.
+    The config keeps the first layers, at least four, until every layer type has occurred.  If these layers are too
+    many, it keeps the first four layers and the first layer of each other type.  If these layers are too many too, it
+    keeps the first MAX_TINY_LAYERS layers.  Raises EspalierError if the class refuses the tiny config."""
     # The config's RoPE is left out, because its factors may only fit the true sizes.  So the class uses a default RoPE.
     ignored_prefixes = ("_", "rope_parameters", "rope_scaling")
     fields = {name: value for name, value in config.to_dict().items() if not name.startswith(ignored_prefixes)}
@@ -120,7 +121,8 @@ def tiny_model(model_class: Any, config: Any, seed: int = 0) -> Any:
 
 def is_replacement(make: MakeForward, module: Any, args: tuple[Any, ...]) -> bool:
     """Whether the forward that `make` returns computes the same as the module's own forward.
-    args: the arguments of a call.  Both forwards run on these rows, and on small and large rows (an eps, limits)."""
+    args: the arguments of a call.  Both forwards run on these rows, and on the rows scaled down and up, because an eps
+    or a limit has no effect on some rows."""
     try:
         pairs = [[run(args[0] * scale, *args[1:]) for run in (make(module), module.forward)] for scale in TRIED_SCALES]
         return all(a.shape == b.shape and bool((a - b).abs().max() <= 1e-5 * b.abs().max()) for a, b in pairs)
@@ -166,7 +168,7 @@ def run_with_mask(
 
 
 def require_one_call_each(layers: nn.ModuleList, calls: Sequence[AttentionCall]) -> None:
-    """Check that each layer attended once, in order.  Raises EspalierError with the reason."""
+    """Checks that each layer attended once, in order.  Raises EspalierError with the reason."""
     if not calls:
         raise EspalierError("its attention does not go through transformers' AttentionInterface")
     layer_of = {module: i for i, layer in enumerate(layers) for module in layer.modules()}
@@ -180,7 +182,8 @@ def require_one_call_each(layers: nn.ModuleList, calls: Sequence[AttentionCall])
 
 
 def find_stacked(model: nn.Module, calls: Sequence[tuple[nn.Module, Tensor]]) -> dict[type, tuple[str, ...]]:
-    """Returns `stacked` of ProbeResult.  calls: each linear layer and its input, in the order of the calls."""
+    """Returns, for each class, the names of its linear layers that are called one after another with one input.
+    calls: each linear layer and its input, in the order of the calls."""
     parents = {child: (parent, name) for parent in model.modules() for name, child in parent.named_children()}
     stacked: dict[type, tuple[str, ...]] = {}
     for (parent, _), group in groupby(calls, lambda call: (parents[call[0]][0], id(call[1]))):
@@ -191,7 +194,7 @@ def find_stacked(model: nn.Module, calls: Sequence[tuple[nn.Module, Tensor]]) ->
 
 
 def module_settings(model: nn.Module, kind: type) -> set[str]:
-    """Returns what tells the modules of a class apart, other than sizes and weights."""
+    """Returns the settings of the modules of class `kind`: the values of all attributes that are bool, float or str."""
     return {
         repr(sorted((n, v) for n, v in vars(m).items() if not n.startswith("_") and isinstance(v, bool | float | str)))
         for m in model.modules()
@@ -208,8 +211,8 @@ def probe_tiny_model(model: Any) -> tuple[dict[type, MakeForward], dict[type, tu
     """
     from transformers import AttentionInterface
 
-    # The name is registered as an attention function, not as a mask function.  So transformers makes no mask.  For a
-    # mask, it would search the positions for packed sequences, on the host.
+    # The name is registered as an attention function, not as a mask function.  So transformers makes no mask.  To make
+    # a mask, transformers would search the positions for packed sequences, on the host.
     AttentionInterface.register(ATTENTION_NAME, attend)
     seen = torch.eye(1 + len(TREE_PARENTS[0]), dtype=torch.bool).repeat(len(TREE_PARENTS), 1, 1)
     for request_rows, parents in zip(seen, TREE_PARENTS, strict=True):
@@ -217,7 +220,7 @@ def probe_tiny_model(model: Any) -> tuple[dict[type, MakeForward], dict[type, tu
             request_rows[row] |= request_rows[parent]
     vocab = model.get_input_embeddings().weight.shape[0]
     tokens = torch.randint(0, vocab, seen.shape[:2], generator=torch.Generator().manual_seed(1))
-    # For each class, the functions that fit every module with parameters that was called.
+    # For each class, the makers whose replacements compute the same as all called modules with parameters.
     makers: dict[type, list[MakeForward]] = {}
     linear_calls: list[tuple[nn.Module, Tensor]] = []
 
@@ -261,8 +264,9 @@ def probe_tiny_model(model: Any) -> tuple[dict[type, MakeForward], dict[type, tu
 @dataclass(frozen=True)
 class ProbeResult:
     """What the probe found about a model class of transformers with a config.
-    replacements, stacked: see TransformersTarget.
-    replaced_modules: the number of replaced modules of each class, in words.
+    replacements: module class -> the function that makes the replacement of a module's forward.
+    stacked: module class -> the names of linear layers that become one product.
+    replaced_modules: a text for the log, with the number of replaced modules of each class.
     can_capture: whether the input of every layer is one row [H] for each token.
     num_weights: the number of values in all matrices.  num_expert_weights: the values in the experts' matrices.
     num_experts: the number of experts.  top_k: the number of experts that a token uses.  Both are 1 without experts.
@@ -344,7 +348,7 @@ def causal_class_name(config_json: Json) -> str | None:
 
 
 def read_by_transformers(
-    config_json: Json, path: Path, overrides: Mapping[str, Any] | None = None, generation: Json | None = None
+    config_json: Json, path: Path, overrides: Mapping[str, Any] | None = None, generation_config: Json | None = None
 ) -> ModelConfig:
     """Returns the config of a model that a class of transformers runs.
     Raises EspalierError, with the reason, if no class can run it."""
@@ -388,7 +392,7 @@ def read_by_transformers(
         "eos_token_id": full.get("eos_token_id"),
     }
     family = Family(name, config_json["model_type"], {}, layer_specs=lambda config: probed.specs)
-    eos_source = None if "eos_token_id" in (overrides or {}) else generation
+    eos_source = None if "eos_token_id" in (overrides or {}) else generation_config
     return replace(parse_config(plain_fields, family, path, None, eos_source), raw=full, probe_result=probed)
 
 

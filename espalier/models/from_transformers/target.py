@@ -64,7 +64,7 @@ class ForwardContext:
     inputs: dict[int, Tensor] = field(default_factory=dict)
 
 
-# A context variable, because transformers' layers cannot take the ForwardContext as an argument.
+# This is a context variable, because transformers' layers cannot take the ForwardContext as an argument.
 FORWARD_CONTEXT: ContextVar[ForwardContext] = ContextVar("forward context")
 
 
@@ -78,7 +78,7 @@ def attend(
 def run_layer_and_capture(forward: Any, layer: int, hidden_states: Tensor, *args: Any, **options: Any) -> Any:
     """Runs a layer and captures its input.  Also captures its output, as the input of layer `layer + 1`."""
     inputs = FORWARD_CONTEXT.get().inputs
-    # A copy, because a class may write to the residual that it gets.
+    # The input is copied, because a class may write to the residual.
     inputs[layer] = hidden_states.clone()
     out = forward(hidden_states, *args, **options)
     inputs[layer + 1] = out[0] if isinstance(out, tuple) else out
@@ -86,7 +86,7 @@ def run_layer_and_capture(forward: Any, layer: int, hidden_states: Tensor, *args
 
 
 def linear_of(*modules: Any) -> Linear:
-    """Returns one linear layer whose weight stacks the modules' weights, in the modules' memory if there is one."""
+    """Returns one linear layer that stacks the modules' weights.  A single module's weight is used without a copy."""
     weights, biases = [module.weight.data for module in modules], [module.bias for module in modules]
     if len(modules) == 1:
         return Linear(dense_weight(weights[0]), None if biases[0] is None else biases[0].data)
@@ -125,7 +125,7 @@ def norm_of(module: Any, offset: float) -> Callable[[Tensor], Tensor]:
 
 
 def mlp_of(module: Any, activation: Activation) -> Callable[[Tensor], Tensor]:
-    """Returns an MLP.  Of the module's linear layers, in the order of definition, the last one is `down`."""
+    """Returns an MLP.  The linear layer that the module defines last is `down`."""
     *inputs, down = (child for child in module.children() if isinstance(child, nn.Linear))
     gate_up, outer = linear_of(*inputs), linear_of(down)
     return lambda x: outer(gate_up.gated(x.reshape(-1, x.shape[-1]), activation)).view(x.shape)
@@ -179,7 +179,7 @@ class TransformersTarget:
         self.head = linear_of(head)
         # Some embeddings have more rows than the vocabulary, for audio or an unknown token.
         self.embed = Embedding(model.get_input_embeddings().weight[: self.head.shape[0]])
-        # Linear layers whose weights are in a replacement.  They come after their parents in `modules`.
+        # Linear layers whose weights are in a replacement.  In `modules`, such a layer comes after its parent module.
         copied: set[nn.Module] = set()
         for module in model.modules():
             # A norm without parameters is not replaced: in some norm classes, only some modules have a weight.
@@ -216,7 +216,7 @@ class TransformersTarget:
         """Returns the hidden states [B, Q, H] after the last norm, and the captured inputs by layer.
         tokens, positions: [B, Q].  attend: see ForwardContext."""
         live = tokens >= 0
-        # A void or padding row (a negative token) runs with the first token of its request, as in Espalier's families.
+        # A row with a negative token (padding) runs with the first token of its request, as in Espalier's families.
         input_ids = torch.where(live, tokens, tokens[:, :1].clamp(min=0))
         context = ForwardContext(attend, live.flatten())
         previous_context = FORWARD_CONTEXT.set(context)
@@ -249,7 +249,7 @@ class TransformersTarget:
         """Computes an attention call through the pass.  pending: the layers that have not attended yet."""
         (layer, spec), (q, k, v, _), sink = next(pending), inputs, options.get("s_aux")
         if spec.shares_with is not None:
-            # A layer that shares rows writes no heads.
+            # A layer that reads the K and V of another layer writes none.
             k, v = k[:, :0], v[:, :0]
         heads = RotatedHeads(*(rows.transpose(1, 2).flatten(0, 1).contiguous() for rows in (q, k, v)))
         sink = None if sink is None else sink.to(torch.promote_types(q.dtype, torch.float32))
@@ -257,7 +257,7 @@ class TransformersTarget:
         kept = p.kept_rows(layer)
         if kept is None:
             return attended
-        # The class computes all rows of the last layer, but only the kept rows are read.
+        # The class of transformers computes all rows of the last layer, but only the kept rows are read.
         rows = attended.new_zeros(p.tokens.numel(), *attended.shape[2:])
         return rows.index_copy(0, kept, attended[:, 0]).unflatten(0, p.tokens.shape)
 
@@ -267,10 +267,10 @@ def load_by_transformers(
     dtype: torch.dtype,
     device: torch.device,
     captured_layers: tuple[int, ...],
-    state: Mapping[str, Tensor] | None = None,
+    weights_by_name: Mapping[str, Tensor] | None = None,
 ) -> TransformersTarget:
     """Loads a target whose config read_by_transformers returned.
-    state: the weights by name; None: transformers reads them from the config's directory.
+    weights_by_name: None if transformers reads the weights from the config's directory.
 
     Raises EspalierError for files or weights that are missing, cut short, misshapen or not used, and for layers that
     cannot be captured.
@@ -285,8 +285,8 @@ def load_by_transformers(
             f"{path}: the layers of {config.architecture} do not pass on one row for each token, so the draft cannot "
             "read them; use speculation algorithm 'ngram'"
         )
-    if state is None:
-        Weights(path, dtype, "cpu")  # raises errors that name the file and a remedy
+    if weights_by_name is None:
+        Weights(path, dtype, "cpu")  # only for its errors, which name the file and a remedy
         num_stored = count_weights_in(path, config.formats).num_cast_values
         # from_pretrained allocates memory for missing weights before it reports them.
         if probed.num_weights > 2 * num_stored:
@@ -300,9 +300,9 @@ def load_by_transformers(
             bars.disable_progress_bar()
             stack.callback(bars.enable_progress_bar)
         model, report = MODEL_FOR_CAUSAL_LM_MAPPING[type(probed.config)].from_pretrained(
-            None if state else path,
+            None if weights_by_name else path,
             config=copy.deepcopy(probed.config),
-            state_dict=state,
+            state_dict=weights_by_name,
             dtype=dtype,
             # If accelerate is not installed, a model is loaded into host memory first and then moved to the GPU.
             device_map={"": device} if device.type != "cpu" and find_spec("accelerate") else None,

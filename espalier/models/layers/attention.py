@@ -22,7 +22,7 @@ from espalier.shards import SINGLE_RANK, Shards
 
 
 class AllHeadsNorms(NamedTuple):
-    """The norms over all heads of q and over all heads of k.  Each rank has an equal part of the heads."""
+    """RMS norms of q and of k, each over all heads.  Each rank has an equal part of the heads."""
 
     q: RMSNorm
     k: RMSNorm
@@ -46,7 +46,7 @@ def _norm_by_mean_square(norm: RMSNorm, x: Tensor, mean_square: Tensor) -> Tenso
 
 
 class OutputGate(NamedTuple):
-    """The gate of the attention's output, one for each head or one for each value of a head.
+    """The gates of the attention's output: a gate for each head, or for each value of a head.
     project: the projection from the attention's input to the gates, before the activation."""
 
     project: Linear
@@ -55,13 +55,13 @@ class OutputGate(NamedTuple):
 
 class AttentionBlock:
     """The base class of attention blocks: a Mixer (espalier/models/layers/decoder.py) whose rows attend to other rows.
-    sink: the logits of the attention sinks; see espalier/attention/base.py:AttentionPlan.attend."""
+    sink: [heads], the logits of the attention sinks; None if there are no sinks."""
 
     __slots__ = ()
     sink: Tensor | None = None
 
     def write_kv(self, layer: int, rows: InputRows, p: Pass) -> Tensor:
-        """Writes K and V, or latents, of rows [N, in] to the cache.  Returns the result of Pass.write."""
+        """Writes K and V, or latents, of rows [N, in] to the cache.  Returns the queries (see Pass.write)."""
         raise NotImplementedError
 
     def gate(self, rows: InputRows, kept_rows: Tensor | None) -> Tensor | None:
@@ -70,11 +70,11 @@ class AttentionBlock:
         return None
 
     def project(self, attention_output: Tensor) -> Tensor | UnsummedOutput:
-        """Projects the attention's output [B, Q, heads, size].  Returns [B · Q, hidden], or partial sums."""
+        """Projects the attention's output [B, Q, heads, size] to [B · Q, hidden].  The result may be partial sums."""
         raise NotImplementedError
 
     def __call__(self, layer: int, rows: InputRows, s: Residual, p: Pass) -> Tensor | UnsummedOutput:
-        """Returns the block's output for the kept rows.  See Mixer."""
+        """Returns the block's output for the rows that the layer keeps (Pass.kept_rows).  See Mixer."""
         q, kept = self.write_kv(layer, rows, p), p.kept_rows(layer)
         gate = self.gate(rows, kept)
         if kept is not None:
@@ -101,9 +101,11 @@ class Attention(AttentionBlock):
     all_heads_norms: AllHeadsNorms | None = None
     output_gate: OutputGate | None = None
 
-    def norm_input(self, norm: AnyNorm, delta: BlockOutput, x: Tensor) -> tuple[Tensor, InputRows]:
-        # With a gate, the norm is not quantised, because the gate may have another storage format than q, k and v.
-        return self.qkv.norm_input(norm, delta, x) if self.output_gate is None else norm.add_and_norm(delta, x)
+    def norm_input(self, norm: AnyNorm, delta: BlockOutput, residual: Tensor) -> tuple[Tensor, InputRows]:
+        if self.output_gate is None:
+            return self.qkv.norm_input(norm, delta, residual)
+        # With a gate, the normed rows are not quantised: the gate may have another storage format than q, k and v.
+        return norm.add_and_norm(delta, residual)
 
     def write_kv(self, layer: int, rows: InputRows, p: Pass) -> Tensor:
         qkv = (
@@ -136,11 +138,11 @@ class GatedAttention:
     rope: RopeTables
     norms: HeadNorms
 
-    def norm_input(self, norm: AnyNorm, delta: BlockOutput, x: Tensor) -> tuple[Tensor, InputRows]:
-        return self.qkv.norm_input(norm, delta, x)
+    def norm_input(self, norm: AnyNorm, delta: BlockOutput, residual: Tensor) -> tuple[Tensor, InputRows]:
+        return self.qkv.norm_input(norm, delta, residual)
 
     def __call__(self, layer: int, rows: InputRows, s: Residual, p: Pass) -> Tensor | UnsummedOutput:
-        """Returns the block's output for the kept rows.  See decoder.py:Mixer."""
+        """Returns the block's output for the rows that the layer keeps (Pass.kept_rows).  See decoder.py:Mixer."""
         qkv = self.qkv.partial_sums(rows)
         q = p.write(layer, qkv.unflatten(-1, (-1, self.head_size)), p.rotation(self.rope), self.norms)
         s.keep_rows(p.kept_rows(layer))

@@ -30,16 +30,16 @@ class Mixer(NormReader, Protocol):
     def __call__(self, layer: int, rows: Any, /, s: Residual, p: Pass) -> Tensor | UnsummedOutput:
         """Writes rows to the cache, drops all rows of `s` except `p.kept_rows`, then attends or reads states.
         layer: the layer's index in the pass.  rows: the result of norm_input.
-        Returns the output [kept rows, hidden], or partial sums of it (RMSNorm.add_and_norm)."""
+        Returns the output [kept rows, hidden], or partial sums of the output, which the next norm adds."""
         ...
 
 
 class PlainNormReader:
-    """A NormReader that reads the norm as a plain tensor."""
+    """A NormReader that reads the normed rows as a plain tensor, without quantisation."""
 
     @staticmethod
-    def norm_input(norm: AnyNorm, delta: BlockOutput, x: Tensor) -> tuple[Tensor, Tensor]:
-        return norm.add_and_norm(delta, x)
+    def norm_input(norm: AnyNorm, delta: BlockOutput, residual: Tensor) -> tuple[Tensor, Tensor]:
+        return norm.add_and_norm(delta, residual)
 
 
 @dataclass(eq=False, slots=True)

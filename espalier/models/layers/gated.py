@@ -10,8 +10,9 @@ from espalier.models.layers.norm import RMSNorm, is_rounded_in_launch
 
 def gate_for_projection(out: Linear, head_outputs: Tensor, gate: OutputGate, norm: RMSNorm | None) -> InputRows:
     """Returns the normed and gated rows of head_outputs [N, groups, size], in the form that `out` takes.
-    If `out` takes quantised inputs, the norm's kernel quantises the rows if it supports this quantisation.
-    norm: None for a gate without a norm.  A group is then split, if `out` quantises its columns with several scales."""
+    If `out` takes quantised inputs, the kernel of the norm quantises the rows, if it supports this quantisation.
+    out: the output projection.  norm: the norm of each group; None for no norm.  Without a norm, each group is split
+    into pieces if `out` needs several scales for the columns of a group."""
     weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
     rounding, (groups, size) = out.rounding, head_outputs.shape[1:]
     if rounding is None or not is_rounded_in_launch(head_outputs, groups * size, rounding):

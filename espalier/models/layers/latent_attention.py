@@ -93,7 +93,7 @@ class LatentAttention(AttentionBlock):
     q_norm, q: map the queries' latent to [heads · (nope + rope)]; None if `down` returns the queries.
     latent_format: the format of the latent row.  k_up: [heads, nope, kv_rank].  v_up: [heads, v_size, kv_rank].
     cache_row_size: kv_rank + rope.
-    indexer: chooses the rows that queries attend to; None for all rows, or an earlier layer's choice."""
+    indexer: chooses the rows that queries attend to; None for all rows, or for an earlier layer's choice."""
 
     down: Linear
     q_norm: RMSNorm | None
@@ -106,10 +106,12 @@ class LatentAttention(AttentionBlock):
     rope: RopeTables
     indexer: Indexer | None = None
 
-    def norm_input(self, norm: AnyNorm, delta: BlockOutput, x: Tensor) -> tuple[Tensor, InputRows | IndexerLayerInput]:
+    def norm_input(
+        self, norm: AnyNorm, delta: BlockOutput, residual: Tensor
+    ) -> tuple[Tensor, InputRows | IndexerLayerInput]:
         if self.indexer is None:
-            return self.down.norm_input(norm, delta, x)
-        return norm_for_indexer(self.down, self.indexer, norm, delta, x)
+            return self.down.norm_input(norm, delta, residual)
+        return norm_for_indexer(self.down, self.indexer, norm, delta, residual)
 
     def write_kv(self, layer: int, rows: InputRows | IndexerLayerInput, p: Pass) -> Tensor:
         down = self.down(rows.projection_rows if isinstance(rows, IndexerLayerInput) else rows)

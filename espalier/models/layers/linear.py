@@ -38,9 +38,9 @@ class Linear:
         """How a norm must quantise this layer's input (RoundedRows); None if the layer takes only plain tensors."""
         return self.weight.rounding
 
-    def norm_input(self, norm: AnyNorm, delta: BlockOutput, x: Tensor) -> tuple[Tensor, InputRows]:
+    def norm_input(self, norm: AnyNorm, delta: BlockOutput, residual: Tensor) -> tuple[Tensor, InputRows]:
         rounding = self.weight.rounding
-        return norm.add_and_norm(delta, x) if rounding is None else norm.add_and_round(delta, x, rounding)
+        return norm.add_and_norm(delta, residual) if rounding is None else norm.add_and_round(delta, residual, rounding)
 
     def __call__(self, x: InputRows) -> Tensor:
         """Multiplies x [..., in].  Returns a new tensor [..., out]."""
@@ -49,8 +49,8 @@ class Linear:
         return self.weight.apply(x.reshape(-1, x.shape[-1]), self.bias).view(*x.shape[:-1], self.shape[0])
 
     def residual_delta(self, x: InputRows) -> Tensor | UnsummedOutput:
-        """Returns the result of partial_sums.  If ranks divide the columns, the result is UnsummedOutput, and the next
-        norm sums it over the ranks."""
+        """Returns the product of x [rows, in] in a form that the next norm can add to the residual: partial_sums(x), or
+        an UnsummedOutput if ranks divide the columns of the weight."""
         product: Tensor | UnsummedOutput = self.weight.residual_delta(x, self.bias)
         return product
 
@@ -74,7 +74,7 @@ class Linear:
 @dataclass(eq=False, slots=True)
 class Embedding:
     """The token embedding.  weight: [vocab, hidden].
-    scale: the factor of every embedding.  make_target rounds a target's factor to the model's dtype.
+    scale: the factor of every embedding.  In a target, the factor is rounded to the model's dtype.
     row_norm: the norm of every embedding, applied before the factor; None if there is no norm.
     vocab_size, shards: set if there are several ranks.  `weight` then holds the rank's part of the vocabulary
     (Shards.vocab_part)."""
@@ -93,7 +93,7 @@ class Embedding:
     def __call__(self, p: Pass, rope: RopeTables, draft_hidden: DraftHidden | None = None) -> Residual:
         """Returns the residual stream of the pass's B · Q rows.  rope: the RoPE that most layers use.
         draft_hidden: for a draft, the hidden states that are concatenated to the embeddings.  The residual stream then
-        starts with these hidden states, and `first_input` is the concatenation of both norms, [B · Q, 2 · hidden]."""
+        starts with these hidden states, and `first_input` is cat(normed embedding, normed hidden state)."""
         tokens, table = (p.tokens, self.weight) if self.shards.count == 1 else self._gather_over_ranks(p.tokens)
         tables = EmbeddingTables(table, rope.cos, rope.sin)
         x, residual, rotation, live = embed_rows(tokens, p.positions, tables, draft_hidden)

@@ -37,12 +37,12 @@ class GatedMLP:
     down: Linear
     activation: Activation = SILU
 
-    def norm_input(self, norm: AnyNorm, delta: BlockOutput, x: Tensor) -> tuple[Tensor, InputRows]:
-        return self.gate_up.norm_input(norm, delta, x)
+    def norm_input(self, norm: AnyNorm, delta: BlockOutput, residual: Tensor) -> tuple[Tensor, InputRows]:
+        return self.gate_up.norm_input(norm, delta, residual)
 
     def __call__(self, x: InputRows, live: Tensor | None = None) -> Tensor | UnsummedOutput:
-        """Returns the output [B·Q, hidden] for rows x [B·Q, hidden], or partial sums of the output
-        (RMSNorm.add_and_norm).
+        """Returns the output [B·Q, hidden] for rows x [B·Q, hidden], or partial sums of the output,
+        which the next norm adds.
 
         live: ignored, because a dense MLP computes every row.  MixtureMLP uses this argument.
         """
@@ -53,9 +53,9 @@ class GatedMLP:
         add up to the output."""
         return self.down.partial_sums(self._activated_rows(x))
 
-    def num_partial_sums(self, rows: int) -> int:
+    def num_partial_sums(self, num_rows: int) -> int:
         """Returns the number of partial sums that `write_partial_sums` writes."""
-        return self.down.weight.num_partial_sums(rows)
+        return self.down.weight.num_partial_sums(num_rows)
 
     def write_partial_sums(self, x: Tensor, out: Tensor) -> None:
         """Writes partial sums of the output to out [num_partial_sums, B·Q, hidden], float32 or float64."""
@@ -78,7 +78,7 @@ ROUTER_PLAN, ROUTER_MAX_ROWS = TritonPlan(block_out=32, block_in=128, splits=8, 
 class RoutedRows(NamedTuple):
     """The input of a MixtureMLP.
     x: [N, hidden], the normed rows.  expert_rows: the same rows in the form that the routed experts take.
-    logits: the router's logits, in the form that `route` takes."""
+    logits: the router's logits [N, E], or partial sums of them, which `route` adds."""
 
     x: Tensor
     expert_rows: InputRows
@@ -118,16 +118,18 @@ class MixtureMLP:
         if shared is not None and self.shared_expert_gate is None and self.biases is None and are_silu:
             self.shared_expert_tiles = _shared_expert_tiles(shared, self.gate_up, self.down)
 
-    def norm_input(self, norm: AnyNorm, delta: BlockOutput, x: Tensor) -> tuple[Tensor, RoutedRows]:
-        """Returns (x + delta, the norm of that sum with its router's logits).  See residual.py:NormReader.
+    def norm_input(self, norm: AnyNorm, delta: BlockOutput, residual: Tensor) -> tuple[Tensor, RoutedRows]:
+        """Returns (residual + delta, the norm of that sum and its router logits).  See residual.py:NormReader.
         For a few rows, one kernel computes the norm and the router's logits.  If the experts take quantised inputs, the
-        kernel of the norm also quantises the norm."""
-        rounding = rounding_in_norm(self.gate_up, x)
-        summed = sum_if_unsummed(delta) if supports_norm_router(x) and not isinstance(delta, NormedOutputs) else None
+        kernel of the norm also quantises the normed rows."""
+        rounding = rounding_in_norm(self.gate_up, residual)
+        has_kernel = supports_norm_router(residual)
+        summed = sum_if_unsummed(delta) if has_kernel and not isinstance(delta, NormedOutputs) else None
         if summed is not None and norm.weight is not None:
-            total, normed, rounded, logits = norm_router.triton(summed, x, norm.weight, norm.eps, self.router, rounding)
+            arguments = summed, residual, norm.weight, norm.eps, self.router, rounding
+            total, normed, rounded, logits = norm_router.triton(*arguments)
             return total, RoutedRows(normed, rounded, logits)
-        total, normed, rounded = norm.add_norm_and_round(delta if summed is None else summed, x, rounding)
+        total, normed, rounded = norm.add_norm_and_round(delta if summed is None else summed, residual, rounding)
         return total, RoutedRows(normed, rounded, router_logits(normed, self.router))
 
     def route_rows(self, x: Tensor) -> RoutedRows:
@@ -135,7 +137,7 @@ class MixtureMLP:
         return RoutedRows(x, x, router_logits(x, self.router))
 
     def __call__(self, routed: RoutedRows, live: Tensor | None = None) -> Tensor | UnsummedOutput:
-        """Returns the output [N, hidden] of N rows, or partial sums of the output (RMSNorm.add_and_norm).
+        """Returns the output [N, hidden] of N rows, or partial sums of the output, which the next norm adds.
         live: [N] bool, the rows that experts compute; None for all rows."""
         partial_sums = self._sum_of_experts(*routed, live)
         return partial_sums if self.shards.count == 1 else UnsummedOutput(partial_sums, self.shards, routed.x.dtype)
@@ -167,7 +169,7 @@ class MixtureMLP:
 
 
 def _write_gated_shared_mlp(shared: GatedMLP, gate: Linear, x: Tensor, rows: InputRows, out: Tensor) -> None:
-    """Writes the shared MLP's output, multiplied by its gate, to out [N, H].  rows: x in the MLP's form."""
+    """Writes the shared MLP's output, multiplied by its gate, to out [N, H].  rows: x, as the MLP takes it."""
     weight = gate.weight.dense_tensor()
     if weight is None:
         torch.mul(shared.summed_output(x), gate(x).to(out.dtype).sigmoid(), out=out)

@@ -1,4 +1,4 @@
-"""RMS norms, alone or fused with the preceding residual addition, and a substitute for no norm (NoNorm)."""
+"""RMS norms, alone or fused with the preceding residual addition, and NoNorm for blocks that have no norm."""
 
 from collections.abc import Sequence
 from typing import ClassVar, TypeAlias
@@ -27,7 +27,7 @@ BlockOutput: TypeAlias = "Tensor | UnsummedOutput | NormedOutputs | None"
 
 
 def is_rounded_in_launch(x: Tensor, size: int, rounding: InputScales | None) -> bool:
-    """Whether the kernel that computes the norm of rows [len(x), size] also quantises the norm for a product."""
+    """Whether the kernel that computes the norm of rows [len(x), size] also quantises the normed rows."""
     if rounding is None or not x.is_cuda or len(x) > max_kernel_rows(rounding, chip(x)):
         return False
     return can_round_norm(size, rounding)
@@ -57,7 +57,7 @@ class RMSNorm:
         return rms_norm(x, self.weight, self.eps)
 
     def add_and_round(self, delta: BlockOutput, residual: Tensor, rounding: InputScales) -> tuple[Tensor, InputRows]:
-        """Returns the results of add_and_norm.  If the kernel can quantise the norm, the norm is RoundedRows.
+        """Returns the results of add_and_norm.  The normed rows are quantised (RoundedRows) if a kernel can.
         rounding: how the layer that reads the norm quantises its input (Linear.rounding)."""
         if isinstance(delta, NormedOutputs) or not is_rounded_in_launch(residual, residual.shape[1], rounding):
             return self.add_and_norm(delta, residual)
@@ -67,9 +67,9 @@ class RMSNorm:
     def add_norm_and_round(
         self, delta: BlockOutput, residual: Tensor, rounding: InputScales | None
     ) -> tuple[Tensor, Tensor, InputRows]:
-        """Returns the results of add_and_norm, and the norm quantised by the same kernel.
-        rounding: how the norm is quantised; None to return the norm twice.  If set, the residual must be on a GPU, with
-        a width that `can_round_norm` accepts."""
+        """Returns the results of add_and_norm, and the normed rows quantised by the same kernel.
+        rounding: how the normed rows are quantised; None to return them twice without quantisation.  If set, the
+        residual must be on a GPU, with a width that `can_round_norm` accepts."""
         if rounding is not None and not isinstance(delta, NormedOutputs):
             arguments = (sum_if_unsummed(delta), residual, self.weight, self.eps, rounding)
             total, norm, rounded = rounded_norm.triton(*arguments, return_norm=True)
@@ -98,7 +98,8 @@ class RMSNorm:
 
 
 class NormedOutputs:
-    """Block outputs that are normed before the residual addition: x · scale + norm(the sum of the normed outputs).
+    """Block outputs that are normed before the residual addition.
+    The new residual is x · scale + norm(the sum of the normed outputs), where x is the old residual.
     outputs: one or two pairs (block output, norm of that output).
     norm: the norm of the sum; None to add the sum without another norm."""
 
@@ -112,7 +113,7 @@ class NormedOutputs:
         self.scale = scale
 
     def add_and_norms(self, x: Tensor, norms: Sequence[RMSNorm]) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Returns (the new residual, up to 3 norms of it), [N, H] each.  On a GPU, one kernel computes all results."""
+        """Returns (the new residual, the results of `norms`), [N, H] each.  On a GPU, one kernel computes both."""
         outputs = [(sum_over_ranks(output), output_norm) for output, output_norm in self.outputs]
         if has_fused_add_norm(x):
             with_weights = tuple((output, _norm_weight(output_norm)) for output, output_norm in outputs)
@@ -135,7 +136,7 @@ def _norm_weight(norm: RMSNorm) -> NormWeight:
 
 
 class NoNorm:
-    """A substitute for the norm before a block, for families that norm only the outputs of blocks."""
+    """Takes the place of the norm before a block, in families that norm only the outputs of blocks."""
 
     weight: ClassVar[None] = None
 
@@ -158,9 +159,9 @@ class NoNorm:
         return total, total
 
 
-def sum_if_unsummed(delta: Tensor | UnsummedOutput | None) -> Tensor | None:
-    """Returns delta; an UnsummedOutput is first summed over the ranks."""
-    return None if delta is None else sum_over_ranks(delta)
+def sum_if_unsummed(block_output: Tensor | UnsummedOutput | None) -> Tensor | None:
+    """Returns block_output; an UnsummedOutput is first summed over the ranks."""
+    return None if block_output is None else sum_over_ranks(block_output)
 
 
 AnyNorm = RMSNorm | NoNorm

@@ -58,12 +58,12 @@ class Mamba2:
         # The stored order is the gate, x, B, C, dt.
         self.columns = state_spec.columns._replace(q_column=2 * inner + shared, k_column=2 * inner, v_column=inner)
 
-    def norm_input(self, norm: AnyNorm, delta: BlockOutput, x: Tensor) -> tuple[Tensor, InputRows]:
-        """Returns (x + delta, the norm of that sum, as `input_projection` takes it).  See residual.py:NormReader."""
-        return self.input_projection.norm_input(norm, delta, x)
+    def norm_input(self, norm: AnyNorm, delta: BlockOutput, residual: Tensor) -> tuple[Tensor, InputRows]:
+        """Returns (residual + delta, the norm of that sum in the form that `input_projection` takes)."""
+        return self.input_projection.norm_input(norm, delta, residual)
 
     def __call__(self, layer: int, rows: InputRows, s: Residual, p: Pass) -> Tensor | UnsummedOutput:
-        """Returns the block's output for the kept rows.  rows: [N, H].  See decoder.py:Mixer."""
+        """Returns the block's output for the rows that the layer keeps.  rows: [N, H].  See decoder.py:Mixer."""
         inputs, state_spec = self.input_projection(rows), self.state_spec
         low, high = self.dt_limits
         bounds = low if low > 0 else None, high if high < inf else None
@@ -86,12 +86,12 @@ class GatedConv:
     conv: ShortConv
     out: Linear
 
-    def norm_input(self, norm: AnyNorm, delta: BlockOutput, x: Tensor) -> tuple[Tensor, InputRows]:
-        """Returns (x + delta, the norm of that sum, as `input_projection` takes it).  See residual.py:NormReader."""
-        return self.input_projection.norm_input(norm, delta, x)
+    def norm_input(self, norm: AnyNorm, delta: BlockOutput, residual: Tensor) -> tuple[Tensor, InputRows]:
+        """Returns (residual + delta, the norm of that sum in the form that `input_projection` takes)."""
+        return self.input_projection.norm_input(norm, delta, residual)
 
     def __call__(self, layer: int, rows: InputRows, s: Residual, p: Pass) -> Tensor | UnsummedOutput:
-        """Returns the block's output for the kept rows.  rows: [N, H].  See decoder.py:Mixer."""
+        """Returns the block's output for the rows that the layer keeps.  rows: [N, H].  See decoder.py:Mixer."""
         input_gate, output_gate, inputs = self.input_projection(rows).chunk(3, -1)
         convolved = p.write(layer, input_gate * inputs, None, self.conv).flatten(0, 1)
         s.keep_rows(p.kept_rows(layer))
@@ -99,7 +99,7 @@ class GatedConv:
 
 
 class DeltaNetInput(NamedTuple):
-    """normed_rows: the block's normed input, in the form that qkvz takes.  ba: the product of the projection ba."""
+    """normed_rows: the block's normed input, in the form that qkvz takes.  ba: the output of the projection ba."""
 
     normed_rows: InputRows
     ba: Tensor
@@ -143,20 +143,21 @@ class DeltaNet:
             )
             self.z_column = 2 * state_spec.k_size + group_size
 
-    def norm_input(self, norm: AnyNorm, delta: BlockOutput, x: Tensor) -> tuple[Tensor, DeltaNetInput]:
-        """Returns (x + delta, the input made from the norm of that sum).  See residual.py:NormReader.  For a few rows,
+    def norm_input(self, norm: AnyNorm, delta: BlockOutput, residual: Tensor) -> tuple[Tensor, DeltaNetInput]:
+        """Returns (residual + delta, the DeltaNetInput of that sum).  See residual.py:NormReader.  For a few rows,
         one kernel computes the norm and the product with ba.  The norm's kernel also quantises the input of qkvz."""
-        rounding = self.qkvz.rounding if is_rounded_in_launch(x, x.shape[1], self.qkvz.rounding) else None
-        ba_weight = self.ba.weight.dense_tensor() if supports_norm_router(x) else None
+        rounding = self.qkvz.rounding if is_rounded_in_launch(residual, residual.shape[1], self.qkvz.rounding) else None
+        ba_weight = self.ba.weight.dense_tensor() if supports_norm_router(residual) else None
         summed = None if ba_weight is None or isinstance(delta, NormedOutputs) else sum_if_unsummed(delta)
         if ba_weight is not None and summed is not None and norm.weight is not None:
-            total, _, qkvz_rows, ba = norm_router.triton(summed, x, norm.weight, norm.eps, ba_weight, rounding, x.dtype)
+            arguments = summed, residual, norm.weight, norm.eps, ba_weight, rounding, residual.dtype
+            total, _, qkvz_rows, ba = norm_router.triton(*arguments)
             return total, DeltaNetInput(qkvz_rows, ba)
-        total, normed, qkvz_rows = norm.add_norm_and_round(delta if summed is None else summed, x, rounding)
+        total, normed, qkvz_rows = norm.add_norm_and_round(delta if summed is None else summed, residual, rounding)
         return total, DeltaNetInput(qkvz_rows, self.ba.partial_sums(normed))
 
     def __call__(self, layer: int, inputs: DeltaNetInput, s: Residual, p: Pass) -> Tensor | UnsummedOutput:
-        """Returns the block's output for the kept rows.  inputs: the result of norm_input.  See decoder.py:Mixer."""
+        """Returns the block's output for the rows that the layer keeps.  inputs: the result of norm_input."""
         project = self.qkvz.partial_sums if len(inputs.normed_rows) <= MAX_ROWS_WITH_PARTIAL_SUMS else self.qkvz
         qkvz = project(inputs.normed_rows)
         q = p.write(layer, qkvz, self._gate_inputs(inputs.ba), self.conv, self.columns)

@@ -1,7 +1,7 @@
 """The residual stream of a pass.
 
-The output of a block is not added to the residual immediately.  The kernel of the next norm adds the output, so that it
-reads each row only once."""
+The output of a block is not added to the residual immediately.  The kernel of the next norm adds the output, so that
+each row is read only once."""
 
 from typing import Any, Protocol
 
@@ -14,8 +14,8 @@ from espalier.models.weight_formats.sharded import UnsummedOutput, sum_over_rank
 class NormReader(Protocol):
     """A block or a linear layer whose input is the norm of the residual."""
 
-    def norm_input(self, norm: AnyNorm, delta: BlockOutput, x: Tensor) -> tuple[Tensor, Any]:
-        """Returns (x + delta, the norm of that sum in the form that the block takes).  delta: the output of the
+    def norm_input(self, norm: AnyNorm, delta: BlockOutput, residual: Tensor) -> tuple[Tensor, Any]:
+        """Returns (residual + delta, the norm of that sum in the form that the block takes).  delta: the output of the
         previous block; see RMSNorm.add_and_norm."""
         ...
 
@@ -70,8 +70,8 @@ class Residual:
         scale: float = 1.0,
     ) -> None:
         """Stores a block's output, [N, H] or partial sums.  The next norm adds this output to x.
-        norm: the norm of the output, for families with such a norm; scale: its factor.  Only one of the two may be set.
-        """
+        norm: the norm of the output, if the family has such a norm.  scale: the output's factor.  At most one is
+        set."""
         if norm is not None or scale != 1:
             assert isinstance(delta, Tensor | UnsummedOutput) and (norm is None or scale == 1)
             delta = sum_over_ranks(delta) * scale if norm is None else NormedOutputs((delta, norm))
@@ -85,7 +85,7 @@ class Residual:
             self.per_layer_inputs = None if self.per_layer_inputs is None else self.per_layer_inputs[rows]
 
     def capture_input(self, layer: int) -> None:
-        """Makes the next norm store its sum, which is the input of this layer, in `captured_inputs`."""
+        """Makes the next norm store x + delta, which is the input of this layer, in `captured_inputs`."""
         self._captured_layer = layer
 
     def final_norm(self, norm: RMSNorm, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:

@@ -68,8 +68,8 @@ def declared_kv_dtype(fields: Mapping[str, Any]) -> str | None:
 
 
 def read_formats(fields: Mapping[str, Any]) -> FormatLookup:
-    """Returns the format of each matrix, from a completed config.json.  The function takes names in the checkpoint.
-    Raises EspalierError naming a format that is not in FORMATS."""
+    """Returns a function from a matrix's name in the checkpoint to its format.  fields: config.json with defaults
+    added.  Raises EspalierError naming a format that is not in FORMATS."""
     field = next((name for name in QUANTISATION_FIELDS if fields.get(name) is not None), QUANTISATION_FIELDS[0])
     quantisation = fields.get(field)
     if not isinstance(quantisation, Mapping | None):

@@ -1,9 +1,9 @@
 """The interfaces of a weight (used by layers) and of a weight format (used by the loader).
 
 A weight multiplies rows by a matrix that is kept in the format's own layout.  A format declares the tensors that store
-a matrix in a checkpoint, and builds a weight from them.  For each tensor it declares which dimensions are the matrix's
-rows and columns, and how many rows and columns one entry of the tensor stores.  With these declarations, the loader
-checks, stacks and divides the tensors of all formats in the same way.
+a matrix in a checkpoint, and builds a weight from them.  For each tensor, the format declares which dimensions are the
+matrix's rows and columns, and how many rows and columns one entry of the tensor stores.  With these declarations, the
+loader checks, stacks and divides the tensors of all formats in the same way.
 """
 
 from abc import ABC, abstractmethod
@@ -51,7 +51,7 @@ class Weight(ABC):
         """Returns the result of `partial_sums`, or UnsummedOutput if ranks divide the columns (sharded.py)."""
         return self.partial_sums(x, bias)
 
-    def num_partial_sums(self, rows: int) -> int:
+    def num_partial_sums(self, num_rows: int) -> int:
         """Returns the number of partial sums that `write_partial_sums` writes."""
         return 1
 
@@ -145,7 +145,7 @@ class StoredTensor:
 class WeightFormat(ABC):
     """A storage format of matrices.  Matrices may be stacked if their formats compare equal.
 
-    supports_shards: whether ranks may hold parts of a matrix.  TensorsBySuffix then declare row_dim and column_dim.
+    supports_shards: whether ranks may hold parts of a matrix.  Each StoredTensor then has a row_dim and a column_dim.
     """
 
     name: ClassVar[str]
@@ -160,40 +160,43 @@ class WeightFormat(ABC):
         return None
 
     def with_stored_suffixes(self, is_stored: Callable[[str], bool]) -> "WeightFormat":
-        """Returns this format with the name suffixes of a stored matrix.  is_stored: whether a suffix is stored."""
+        """Returns this format with the name suffixes that a checkpoint uses for a matrix.
+        is_stored: whether the checkpoint has a tensor of this matrix with the suffix."""
         return self
 
     @abstractmethod
-    def tensors(self, rows: int, columns: int) -> tuple[StoredTensor, ...]:
+    def stored_tensors(self, rows: int, columns: int) -> tuple[StoredTensor, ...]:
         """Returns the tensors that store a matrix [rows, columns].
         Raises EspalierError for a shape that the format cannot store."""
 
     @abstractmethod
-    def build(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> Weight:
-        """Returns one weight of stacked matrices.  rows: the number of rows of each matrix, in order.
+    def build_weight(self, tensors: Mapping[str, Tensor], row_counts: Sequence[int], columns: int) -> Weight:
+        """Returns one weight of stacked matrices.  row_counts: the number of rows of each matrix, in order.
         tensors: the tensors of all matrices on the device, by suffix.  Tensors with a row_dim are concatenated along
         this dimension.  Other tensors are stacked along an additional first dimension."""
 
     def tensors_of_part(
         self, tensors: Mapping[str, Tensor], rows: Sequence[RankPart], columns: RankPart
     ) -> Mapping[str, Tensor]:
-        """Returns the tensors of a part of a matrix, for `build`.  tensors: sliced to the part already.  A subclass
-        corrects tensors whose values depend on the part, such as a tensor with the matrix's shape."""
+        """Returns the tensors of a part of a matrix, for build_weight.  tensors: the slices of this part.  A subclass
+        corrects tensors whose values depend on the part, such as a tensor whose values are the matrix's shape."""
         return tensors
 
-    def matrix(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> Tensor | QuantisedMatrix:
-        """Returns a matrix instead of a weight, for experts and latent attention.  See `build`."""
+    def matrix(
+        self, tensors: Mapping[str, Tensor], row_counts: Sequence[int], columns: int
+    ) -> Tensor | QuantisedMatrix:
+        """Returns a matrix instead of a weight, for experts and latent attention.  See `build_weight`."""
         raise EspalierError(f"format {self.name} is supported for linear layers only, not for experts")
 
-    def expert_tensors(self, count: int, rows: int, columns: int) -> tuple[StoredTensor, ...]:
-        """Returns the declarations of the tensors that store `count` stacked experts [rows, columns]."""
+    def expert_tensors(self, num_experts: int, rows: int, columns: int) -> tuple[StoredTensor, ...]:
+        """Returns the declarations of the tensors that store `num_experts` stacked experts [rows, columns]."""
         raise EspalierError(f"experts that are stored stacked are not supported in format {self.name}")
 
     def expert_matrix(self, tensors: Mapping[str, Tensor]) -> QuantisedMatrix:
-        """Returns the matrix [count, rows, columns].  tensors: by suffix, on the device."""
+        """Returns the matrix [experts, rows, columns].  tensors: by suffix, on the device."""
         raise NotImplementedError
 
-    def keeps_dtype(self, name: str, dtype: torch.dtype) -> bool:
+    def keeps_stored_dtype(self, name: str, dtype: torch.dtype) -> bool:
         """Whether a tensor keeps its stored dtype in memory.  All other tensors are cast to the model's dtype."""
         return False
 

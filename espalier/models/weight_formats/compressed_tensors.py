@@ -52,7 +52,7 @@ class PackedFormat(QuantisedFormat):
     name = "pack-quantized"
     supports_shards = True
 
-    def tensors(self, rows: int, columns: int) -> tuple[StoredTensor, ...]:
+    def stored_tensors(self, rows: int, columns: int) -> tuple[StoredTensor, ...]:
         group = self.group_size or columns
         require_multiple_of(self.name, "columns", columns, NIBBLES_OF_INT32)
         require_multiple_of(self.name, "columns", columns, group)
@@ -82,8 +82,8 @@ class PackedFormat(QuantisedFormat):
             part_tensors[".weight_g_idx"] = column_groups_of_part(tensors[".weight_g_idx"], columns, self.group_size)
         return part_tensors
 
-    def stored_matrix(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> QuantisedMatrix:
-        _require_shapes(tensors[".weight_shape"], rows, columns)
+    def stored_matrix(self, tensors: Mapping[str, Tensor], row_counts: Sequence[int], columns: int) -> QuantisedMatrix:
+        _require_shapes(tensors[".weight_shape"], row_counts, columns)
         codes, group = tensors[".weight_packed"].view(torch.uint8), self.group_size or columns
         zeros = unpack_int32(tensors[".weight_zero_point"], 0) if self.has_zero_points else None
         order = common_column_order(tensors[".weight_g_idx"], group) if self.has_g_idx else None
@@ -93,8 +93,8 @@ class PackedFormat(QuantisedFormat):
         return make_nibble_matrix("int4", codes, tensors[".weight_scale"], group, zeros, order)
 
 
-def _require_shapes(shapes: Tensor, rows: Sequence[int], columns: int) -> None:
-    for count, shape in zip(rows, shapes.tolist(), strict=True):
+def _require_shapes(shapes: Tensor, row_counts: Sequence[int], columns: int) -> None:
+    for count, shape in zip(row_counts, shapes.tolist(), strict=True):
         if shape != [count, columns]:
             raise EspalierError(
                 f"weight_shape is {shape}, but config.json needs {[count, columns]}; download both again"
@@ -160,11 +160,11 @@ def _read_fp8(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> W
             f"quantization_config: FP8 weights by {strategy!r} are not supported, only symmetric ones by 'tensor', "
             "'channel' or 'block'"
         )
-    block: tuple[int | None, int | None] = (None, None) if strategy == "tensor" else (1, None)
+    block_shape: tuple[int | None, int | None] = (None, None) if strategy == "tensor" else (1, None)
     if strategy == "block":
-        block = read_block(weights.get("block_structure"))
+        block_shape = read_block(weights.get("block_structure"))
     kind, group = _read_inputs(inputs)
-    return Fp8Format(block, inputs=kind, group_size=group)
+    return Fp8Format(block_shape, inputs=kind, group_size=group)
 
 
 def _read_inputs(input_args: Mapping[str, Any] | None) -> tuple[Literal["static", "dynamic"] | None, int | None]:

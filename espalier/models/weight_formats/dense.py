@@ -1,7 +1,7 @@
 """Dense weights: one floating-point tensor in the model's dtype.
 
-On an x86 CPU in float32, the weight is kept in oneDNN's blocked layout, because F.linear takes 2 to 4 times as long for
-the few rows of a decoding step (docs/log.md).  The results of both kernels agree within float32 rounding.
+On an x86 CPU in float32, the weight is kept in oneDNN's blocked layout, because F.linear in the usual layout takes 2 to
+4 times as long for the few rows of a decoding step (docs/log.md).  The results differ only by float32 rounding.
 
 On a GPU, a table of measurements (kernels/layers/linear_plans.py) decides for each shape and number of rows whether
 Espalier's kernel or F.linear is used.
@@ -50,7 +50,7 @@ class DenseWeight(Weight):
 
 
 class TunedWeight(DenseWeight):
-    """A dense weight on a GPU with measured plans, which choose the kernel by the number of rows."""
+    """A dense weight on a GPU.  plans: the kernel and its tiles for each number of input rows (linear_plans.py)."""
 
     __slots__ = ("_plans",)
 
@@ -64,8 +64,8 @@ class TunedWeight(DenseWeight):
     def partial_sums(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return linear_partial_sums(x, self.tensor, bias, LINEAR_TUNING.plan_for_count(self._plans, len(x)))
 
-    def num_partial_sums(self, rows: int) -> int:
-        plan = LINEAR_TUNING.plan_for_count(self._plans, rows)
+    def num_partial_sums(self, num_rows: int) -> int:
+        plan = LINEAR_TUNING.plan_for_count(self._plans, num_rows)
         return plan.splits if isinstance(plan, TritonPlan) else 1
 
     def write_partial_sums(self, x: Tensor, bias: Tensor | None, out: Tensor) -> None:
@@ -97,7 +97,7 @@ class PackedWeight(Weight):
         out: Tensor = self._multiply(x, self._packed, bias, "none", [], "")
         return out
 
-    # These aliases avoid the nested calls of Weight's methods, because a round has hundreds of products.
+    # These aliases avoid the nested calls of Weight's methods, because a decoding step has hundreds of products.
     partial_sums = residual_delta = apply
 
 
@@ -105,13 +105,13 @@ class DenseFormat(WeightFormat):
     name = DENSE
     supports_shards = True
 
-    def tensors(self, rows: int, columns: int) -> tuple[StoredTensor, ...]:
+    def stored_tensors(self, rows: int, columns: int) -> tuple[StoredTensor, ...]:
         return (StoredTensor(".weight", (rows, columns), row_dim=0, column_dim=1),)
 
-    def build(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> Weight:
+    def build_weight(self, tensors: Mapping[str, Tensor], row_counts: Sequence[int], columns: int) -> Weight:
         return dense_weight(tensors[".weight"])
 
-    def matrix(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> Tensor:
+    def matrix(self, tensors: Mapping[str, Tensor], row_counts: Sequence[int], columns: int) -> Tensor:
         return tensors[".weight"]
 
 

@@ -49,15 +49,15 @@ class Mxfp4Format(QuantisedFormat):
     name = "mxfp4"
     supports_shards = True
 
-    def tensors(self, rows: int, columns: int) -> tuple[StoredTensor, ...]:
+    def stored_tensors(self, rows: int, columns: int) -> tuple[StoredTensor, ...]:
         raise EspalierError(f"format {self.name} is supported for stacked experts only")
 
-    def stored_matrix(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> QuantisedMatrix:
+    def stored_matrix(self, tensors: Mapping[str, Tensor], row_counts: Sequence[int], columns: int) -> QuantisedMatrix:
         raise EspalierError(f"format {self.name} is supported for stacked experts only")
 
-    def expert_tensors(self, count: int, rows: int, columns: int) -> tuple[StoredTensor, ...]:
+    def expert_tensors(self, num_experts: int, rows: int, columns: int) -> tuple[StoredTensor, ...]:
         require_multiple_of(self.name, "columns", columns, MXFP4_BLOCK_SIZE)
-        shape = (count, rows, columns // MXFP4_BLOCK_SIZE)
+        shape = (num_experts, rows, columns // MXFP4_BLOCK_SIZE)
         return (
             StoredTensor(
                 "_blocks", (*shape, MXFP4_BLOCK_SIZE // 2), torch.uint8, 1, 2, columns_per_entry=MXFP4_BLOCK_SIZE
@@ -68,7 +68,7 @@ class Mxfp4Format(QuantisedFormat):
     def expert_matrix(self, tensors: Mapping[str, Tensor]) -> QuantisedMatrix:
         return make_nibble_matrix("mxfp4", tensors["_blocks"].flatten(2), tensors["_scales"], MXFP4_BLOCK_SIZE)
 
-    def keeps_dtype(self, name: str, dtype: torch.dtype) -> bool:
+    def keeps_stored_dtype(self, name: str, dtype: torch.dtype) -> bool:
         return name.endswith(("_blocks", "_scales"))
 
 
@@ -128,7 +128,7 @@ class Nvfp4Format(QuantisedFormat):
     def load_warning(self) -> str | None:
         return W4A4_WARNING if self.has_input_scales else None
 
-    def tensors(self, rows: int, columns: int) -> tuple[StoredTensor, ...]:
+    def stored_tensors(self, rows: int, columns: int) -> tuple[StoredTensor, ...]:
         require_multiple_of(self.name, "columns", columns, NVFP4_GROUP_SIZE)
         suffixes = self.suffixes
         inputs = (StoredTensor(suffixes.input_scale, (1,), torch.float32),) if self.has_input_scales else ()
@@ -141,7 +141,7 @@ class Nvfp4Format(QuantisedFormat):
             *inputs,
         )
 
-    def stored_matrix(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> QuantisedMatrix:
+    def stored_matrix(self, tensors: Mapping[str, Tensor], row_counts: Sequence[int], columns: int) -> QuantisedMatrix:
         scales, factor = tensors[self.suffixes.scales], tensors[self.suffixes.factor].flatten().double()
         wrong = factor[~((factor > 0) & factor.isfinite())]
         if wrong.numel():
@@ -155,13 +155,13 @@ class Nvfp4Format(QuantisedFormat):
                 "download it again"
             )
         matrix_scales = factor if self.suffixes.factor_use == "multiplied" else 1 / factor
-        lengths = torch.tensor(rows, device=scales.device)
+        lengths = torch.tensor(row_counts, device=scales.device)
         row_scales = matrix_scales.repeat_interleave(lengths)
         return make_nibble_matrix(
             "nvfp4", tensors[self.suffixes.codes], scales, NVFP4_GROUP_SIZE, row_scales=row_scales
         )
 
-    def keeps_dtype(self, name: str, dtype: torch.dtype) -> bool:
+    def keeps_stored_dtype(self, name: str, dtype: torch.dtype) -> bool:
         suffixes = self.suffixes
         return dtype.itemsize == 1 or name.endswith((suffixes.scales, suffixes.factor, suffixes.input_scale))
 

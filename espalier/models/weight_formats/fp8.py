@@ -60,7 +60,7 @@ class Fp8Format(QuantisedFormat):
         )
         return self if suffixes is None else replace(self, scale_suffix=suffixes[0], input_scale_suffix=suffixes[1])
 
-    def tensors(self, rows: int, columns: int) -> tuple[StoredTensor, ...]:
+    def stored_tensors(self, rows: int, columns: int) -> tuple[StoredTensor, ...]:
         rows_per_scale, column_block = self.block_shape
         if rows_per_scale is None:
             scale = StoredTensor(self.scale_suffix, (1,), SCALE_DTYPES)
@@ -73,8 +73,8 @@ class Fp8Format(QuantisedFormat):
         static = (StoredTensor(self.input_scale_suffix, (1,), SCALE_DTYPES),) if self.inputs == "static" else ()
         return StoredTensor(".weight", (rows, columns), FP8, row_dim=0, column_dim=1), scale, *static
 
-    def stored_matrix(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> QuantisedMatrix:
-        scales, rows_per_scale = self._stacked_scales(tensors[self.scale_suffix], rows)
+    def stored_matrix(self, tensors: Mapping[str, Tensor], row_counts: Sequence[int], columns: int) -> QuantisedMatrix:
+        scales, rows_per_scale = self._stacked_scales(tensors[self.scale_suffix], row_counts)
         inputs = None
         if self.inputs is not None:
             inputs = InputScales(
@@ -84,14 +84,14 @@ class Fp8Format(QuantisedFormat):
             "fp8", tensors[".weight"], scales, self.block_shape[1] or columns, rows_per_scale, input_scales=inputs
         )
 
-    def expert_tensors(self, count: int, rows: int, columns: int) -> tuple[StoredTensor, ...]:
+    def expert_tensors(self, num_experts: int, rows: int, columns: int) -> tuple[StoredTensor, ...]:
         """Returns the tensors of stacked experts; see WeightFormat.  Their names have no `.weight`."""
         rows_per_scale, column_block = self.block_shape
         if rows_per_scale is None or column_block is None:
-            return super().expert_tensors(count, rows, columns)
-        shape = (count, -(-rows // rows_per_scale), -(-columns // column_block))
+            return super().expert_tensors(num_experts, rows, columns)
+        shape = (num_experts, -(-rows // rows_per_scale), -(-columns // column_block))
         return (
-            StoredTensor("", (count, rows, columns), FP8, 1, 2),
+            StoredTensor("", (num_experts, rows, columns), FP8, 1, 2),
             StoredTensor(STACK_SCALE_SUFFIX, shape, SCALE_DTYPES, 1, 2, rows_per_scale, column_block),
         )
 
@@ -104,23 +104,23 @@ class Fp8Format(QuantisedFormat):
         inputs = None if self.inputs is None else InputScales(self.group_size)
         return adapt_to_device(QuantisedMatrix("fp8", codes, scales, column_block, rows_per_scale, input_scales=inputs))
 
-    def _stacked_scales(self, scales: Tensor, rows: Sequence[int]) -> tuple[Tensor, int]:
+    def _stacked_scales(self, scales: Tensor, row_counts: Sequence[int]) -> tuple[Tensor, int]:
         """Returns the scales [blocks of rows, blocks of columns] of the stacked matrices, and the rows per block."""
         rows_per_scale = self.block_shape[0]
-        lengths = torch.tensor(rows, device=scales.device)
+        lengths = torch.tensor(row_counts, device=scales.device)
         if rows_per_scale is None:
             return scales.repeat_interleave(lengths, 0).contiguous(), 1
-        if len(rows) == 1 or not any(count % rows_per_scale for count in rows):
+        if len(row_counts) == 1 or not any(count % rows_per_scale for count in row_counts):
             return scales, rows_per_scale
         # A matrix begins inside a block of the stacked rows.  So scales are repeated: one scale for each row.
-        num_blocks = [-(-count // rows_per_scale) for count in rows]
+        num_blocks = [-(-count // rows_per_scale) for count in row_counts]
         row_scales = (
             part.repeat_interleave(rows_per_scale, 0)[:count]
-            for part, count in zip(scales.split(num_blocks), rows, strict=True)
+            for part, count in zip(scales.split(num_blocks), row_counts, strict=True)
         )
         return torch.cat(list(row_scales)), 1
 
-    def keeps_dtype(self, name: str, dtype: torch.dtype) -> bool:
+    def keeps_stored_dtype(self, name: str, dtype: torch.dtype) -> bool:
         return dtype == FP8 or name.endswith(
             (self.scale_suffix, STACK_SCALE_SUFFIX, *(suffix for pair in SCALE_SUFFIXES for suffix in pair))
         )

@@ -58,16 +58,16 @@ class GGUFFormat(WeightFormat):
     supports_shards = True
     can_store_embedding = True
 
-    def tensors(self, rows: int, columns: int) -> tuple[StoredTensor, ...]:
+    def stored_tensors(self, rows: int, columns: int) -> tuple[StoredTensor, ...]:
         kind = BLOCK_TYPES[self.type]
         require_multiple_of(f"{self.name} ({self.type})", "columns", columns, kind.block_values)
         shape = (rows, columns // kind.block_values, kind.block_bytes)
         return (StoredTensor(".weight", shape, torch.uint8, 0, 1, columns_per_entry=kind.block_values),)
 
-    def build(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> BlockWeight:
+    def build_weight(self, tensors: Mapping[str, Tensor], row_counts: Sequence[int], columns: int) -> BlockWeight:
         return BlockWeight(BlockMatrix(BLOCK_TYPES[self.type], tensors[".weight"].flatten(1)))
 
-    def keeps_dtype(self, name: str, dtype: torch.dtype) -> bool:
+    def keeps_stored_dtype(self, name: str, dtype: torch.dtype) -> bool:
         return dtype == torch.uint8
 
 

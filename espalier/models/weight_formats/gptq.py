@@ -34,7 +34,7 @@ from espalier.models.weight_formats.quantised import (
 )
 from espalier.shards import RankPart
 
-# Adding this number to an int32 adds 1 to each nibble.  GPTQModel subtracts it before saving, even from nibbles of 0.
+# Adding this number to an int32 adds 1 to each nibble.  GPTQModel subtracts the number before saving, even from 0s.
 ONE_PER_NIBBLE = 0x11111111
 
 
@@ -50,7 +50,7 @@ class GptqFormat(QuantisedFormat):
     name = "gptq"
     supports_shards = True
 
-    def tensors(self, rows: int, columns: int) -> tuple[StoredTensor, ...]:
+    def stored_tensors(self, rows: int, columns: int) -> tuple[StoredTensor, ...]:
         group = self.group_size or columns
         require_multiple_of(self.name, "rows", rows, NIBBLES_OF_INT32)
         require_multiple_of(self.name, "columns", columns, NIBBLES_OF_INT32)
@@ -73,7 +73,7 @@ class GptqFormat(QuantisedFormat):
             return tensors
         return {**tensors, ".g_idx": column_groups_of_part(tensors[".g_idx"], columns, self.group_size)}
 
-    def stored_matrix(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> QuantisedMatrix:
+    def stored_matrix(self, tensors: Mapping[str, Tensor], row_counts: Sequence[int], columns: int) -> QuantisedMatrix:
         packed, group = tensors[".qweight"], self.group_size or columns
         order = common_column_order(tensors[".g_idx"], group)
 
@@ -83,7 +83,7 @@ class GptqFormat(QuantisedFormat):
 
         zeros = unpack_int32(tensors[".qzeros"] + self.zero_point_offset * ONE_PER_NIBBLE, 1).T.contiguous()
         scales = tensors[".scales"].T.contiguous()
-        return make_nibble_matrix("int4", pack_rows(unpack_rows, sum(rows)), scales, group, zeros, order)
+        return make_nibble_matrix("int4", pack_rows(unpack_rows, sum(row_counts)), scales, group, zeros, order)
 
 
 def read_gptq(quantisation: Mapping[str, Any]) -> FormatLookup:
@@ -119,7 +119,7 @@ class AwqFormat(QuantisedFormat):
     name = "awq"
     supports_shards = True
 
-    def tensors(self, rows: int, columns: int) -> tuple[StoredTensor, ...]:
+    def stored_tensors(self, rows: int, columns: int) -> tuple[StoredTensor, ...]:
         group = self.group_size or columns
         require_multiple_of(self.name, "rows", rows, NIBBLES_OF_INT32)
         require_multiple_of(self.name, "columns", columns, group)
@@ -131,7 +131,7 @@ class AwqFormat(QuantisedFormat):
             StoredTensor(".scales", (groups, rows), SCALE_DTYPES, 1, group_dim, columns_per_entry=group),
         )
 
-    def stored_matrix(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> QuantisedMatrix:
+    def stored_matrix(self, tensors: Mapping[str, Tensor], row_counts: Sequence[int], columns: int) -> QuantisedMatrix:
         packed = tensors[".qweight"]
 
         def unpack_rows(begin: int, end: int) -> Tensor:
@@ -139,7 +139,9 @@ class AwqFormat(QuantisedFormat):
 
         zeros = unpack_int32(tensors[".qzeros"], 1, AWQ_NIBBLE_ORDER).T.contiguous()
         scales = tensors[".scales"].T.contiguous()
-        return make_nibble_matrix("int4", pack_rows(unpack_rows, sum(rows)), scales, self.group_size or columns, zeros)
+        return make_nibble_matrix(
+            "int4", pack_rows(unpack_rows, sum(row_counts)), scales, self.group_size or columns, zeros
+        )
 
 
 def read_awq(quantisation: Mapping[str, Any]) -> FormatLookup:

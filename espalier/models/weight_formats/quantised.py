@@ -64,17 +64,17 @@ class QuantisedFormat(WeightFormat):
     """A format that loads matrices as QuantisedMatrix."""
 
     @abstractmethod
-    def stored_matrix(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> QuantisedMatrix:
-        """Returns the matrix with the input quantisation that the checkpoint declares, on any device.
-        rows: the number of rows of each matrix that is stacked."""
+    def stored_matrix(self, tensors: Mapping[str, Tensor], row_counts: Sequence[int], columns: int) -> QuantisedMatrix:
+        """Returns the matrix, with the input quantisation that the checkpoint declares, for any device.
+        row_counts: the number of rows of each matrix that is stacked."""
 
-    def matrix(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> QuantisedMatrix:
-        return adapt_to_device(self.stored_matrix(tensors, rows, columns))
+    def matrix(self, tensors: Mapping[str, Tensor], row_counts: Sequence[int], columns: int) -> QuantisedMatrix:
+        return adapt_to_device(self.stored_matrix(tensors, row_counts, columns))
 
-    def build(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> Weight:
-        return QuantisedWeight(self.matrix(tensors, rows, columns), self.name)
+    def build_weight(self, tensors: Mapping[str, Tensor], row_counts: Sequence[int], columns: int) -> Weight:
+        return QuantisedWeight(self.matrix(tensors, row_counts, columns), self.name)
 
-    def keeps_dtype(self, name: str, dtype: torch.dtype) -> bool:
+    def keeps_stored_dtype(self, name: str, dtype: torch.dtype) -> bool:
         """Whether a tensor keeps its stored dtype.  Biases and norms (`.weight` of 16 bits or more) are cast."""
         return not name.endswith(".bias") and (dtype.itemsize == 1 or not name.endswith(".weight"))
 

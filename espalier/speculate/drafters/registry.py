@@ -12,7 +12,7 @@ from espalier.model_files import add_path_to_errors, is_gguf, read_json
 from espalier.models import block, dflash2, eagle3, gemma4_assistant, mtp
 from espalier.models.base import CausalLM
 from espalier.models.config import Json, ModelConfig, architecture_of
-from espalier.models.declared_weights import can_divide
+from espalier.models.declared_weights import ranks_can_divide
 from espalier.models.draft import DraftConfig, DraftModel, DraftSpec
 from espalier.models.families import FAMILIES
 from espalier.models.loading import is_multimodal, read_raw_config
@@ -247,7 +247,7 @@ def draft_shards(config: DraftConfig | None, shards: Shards) -> Shards:
     if config is None or shards.count == 1:
         return SINGLE_RANK
     sharding = DRAFT_FORMATS[config.spec.algorithm].sharding
-    if sharding == "as target" or (sharding == "if divisible" and can_divide(config.layer, shards.count)):
+    if sharding == "as target" or (sharding == "if divisible" and ranks_can_divide(config.layer, shards.count)):
         return shards
     return SINGLE_RANK
 
