@@ -1,6 +1,7 @@
-"""`espalier bench load`: runs a load on an engine with the tree and on one without, or on servers.
+"""`espalier bench load`: runs a load on an engine with tree speculation and on an engine without, or on servers.
 
-It reports tokens a second, latencies, how the time was spent, and the share of wasted rows.
+It reports tokens a second, latencies, how the time was spent, and the share of the target's rows (tokens in its passes)
+that neither computed a prompt token nor gave an output token.
 """
 
 from argparse import Namespace
@@ -58,7 +59,8 @@ NUMBER_FORMATS = (
 
 
 class DatasetConversations:
-    """Conversations of a dataset.  thinking: the chat template's switch for reasoning; None for the default."""
+    """Conversations of a dataset.  thinking: the chat template's switch for reasoning; None for the default.  think_s:
+    seconds from an answer to the next turn."""
 
     def __init__(
         self, llm: LLM, conversations: Sequence[Conversation], temperature: float, thinking: bool | None, think_s: float
@@ -98,6 +100,7 @@ class DatasetConversations:
         return request
 
     def _prompt_tokens(self, conversation: Conversation, answers: Sequence[str]) -> list[int]:
+        """Returns the prompt of the turn that follows `answers`, the model's answers in the earlier turns."""
         if not self.has_template:
             return self.tokenizer.encode(plain_prompt(conversation, answers))
         return self.llm.chat_prompt(
@@ -116,7 +119,7 @@ class DatasetConversations:
 
 
 def run(args: Namespace, engines_of: Callable[..., BenchEngines] = engines_of) -> int:
-    """Runs the command.  engines_of: opens engines, like espalier/bench/drive.py:engines_of."""
+    """Runs the command `espalier bench load`.  engines_of: see espalier/bench/drive.py:engines_of."""
     refuse_unused_load_flags(args)
     if args.url:
         if given := [name for name in given_flags(args) if name != "model"]:
@@ -180,7 +183,7 @@ def _load_of_flags(args: Namespace) -> Load:
 def _results_by_variant(
     args: Namespace, load: Load | None, talks: Sequence[Conversation] | None, engines_of: Callable[..., BenchEngines]
 ) -> Any:
-    """Yields (name of an engine variant, (result, config) of each rate and temperature)."""
+    """Yields (name of an engine variant, [(result, config) for each pair of rate and temperature])."""
     engines = engines_of(args, {}, **({} if load is None else {"max_context": load.max_tokens}))
     if load is not None:
         length_flags = (
@@ -215,7 +218,7 @@ def _warm_up(bench: BenchEngine, load: Load | None, batch_size: int) -> None:
 
 
 def _table_rows(title: str, figures: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
-    """Returns the rows of the table.  figures: by engine variant."""
+    """Returns the rows of a table with a column for each engine variant.  figures: {variant: its figures by name}."""
     rows = [[title, *figures]]
     rows += [
         [name.replace("_", " "), *(form.format(each[name]) for each in figures.values())]
