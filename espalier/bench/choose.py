@@ -57,8 +57,7 @@ PredictAcceptLengths = Callable[[TreeShape, Sequence[TreeShape], bool], Mapping[
 
 @dataclass(frozen=True)
 class TreeTime:
-    """The time of a round with one candidate tree at one batch size.  accept_length: the mean tokens a round, for one
-    request."""
+    """The time of a round with one tree at one batch size.  accept_length: mean tokens that a round gives a request."""
 
     batch_size: int
     tree: TreeShape

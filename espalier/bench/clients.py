@@ -55,8 +55,7 @@ class HttpResponse:
     """A response, with the times at which its bytes arrived.  Times are values of perf_counter, in seconds.
 
     sent_at: when the request was sent.  first_at: when the first bytes arrived.  ended_at: when the last bytes arrived.
-    received: all bytes so far, headers included.  arrivals: for each call of data_received, (its time, the number of
-    bytes received until then)."""
+    received: all bytes so far, headers included.  arrivals: (time, bytes received until then) of each piece."""
 
     sent_at: float
     first_at: float = 0.0
@@ -167,8 +166,7 @@ def post_request_bytes(path: str, body: Mapping[str, Any], headers: Mapping[str,
 
 @dataclass
 class SentRequest:
-    """One request and its result.  error: why the answer is incomplete; "" for a complete answer.  text: the answer's
-    text.  category: the category of the conversation."""
+    """One request and its result.  error: why the answer is incomplete; "" if it is complete.  text: of the answer."""
 
     timeline: Timeline
     error: str = ""

@@ -77,8 +77,7 @@ def require_one_rank(settings: Mapping[str, Any], command: str) -> None:
 
 
 def rebuilt_engine(engine: Engine, graph_batch: int, **changes: Any) -> Engine:
-    """Closes `engine`, and returns a new engine on its models and buffers.  graph_batch: EngineConfig.graph_batch of
-    the new engine.  changes: ModelRunner fields to replace."""
+    """Closes `engine`, and returns a new engine on its models and buffers.  changes: ModelRunner fields to replace."""
     runner, overlap, has_cache = engine.executor.runner, engine.in_flight.overlap, engine.prefix_tree is not None
     engine.close()
     return make_engine(replace(runner, **changes), overlap, has_cache, graph_batch)

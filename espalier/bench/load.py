@@ -75,18 +75,14 @@ class Load:
 
 
 def random_load(
-    num_conversations: int,
-    input_bounds: tuple[int, int],
-    output_bounds: tuple[int, int],
-    num_turns: int = 1,
-    **load_fields: Any,
+    count: int, input_bounds: tuple[int, int], output_bounds: tuple[int, int], num_turns: int = 1, **load_fields: Any
 ) -> Load:
-    """Returns a load with random lengths.  Lengths are drawn uniformly between the bounds, both included.
-    load_fields: further fields of Load."""
+    """Returns a load of `count` conversations.  The lengths of inputs and outputs are drawn uniformly between the
+    bounds, both included.  load_fields: further fields of Load."""
     generator = torch.Generator().manual_seed(0)
 
     def draw_lengths(low: int, high: int) -> tuple[int, ...]:
-        return tuple(torch.randint(low, high + 1, (num_conversations * num_turns,), generator=generator).tolist())
+        return tuple(torch.randint(low, high + 1, (count * num_turns,), generator=generator).tolist())
 
     return Load(draw_lengths(*input_bounds), draw_lengths(*output_bounds), num_turns, **load_fields)
 
@@ -220,8 +216,7 @@ def _figures_of_category(answers: Sequence[AnsweredRequest]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class LoadResult:
-    """The results of a load.  seconds: from the first arrival to the last token.  categories: the category of each
-    request."""
+    """The results of a load.  seconds: from the first arrival to the last token.  categories: one for each request."""
 
     seconds: float
     requests: list[Request]

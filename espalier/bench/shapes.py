@@ -43,16 +43,14 @@ class Shape:
     config_fields: Mapping[str, Any]
     first_emitted_id: int = 0
 
-    def with_layers(self, num_layers: int) -> "Shape":
-        """Returns the model with only its first num_layers layers.  Raises EspalierError if it has fewer layers."""
+    def with_layers(self, layers: int) -> "Shape":
+        """Returns the model with only its first `layers` layers.  Raises EspalierError if it has fewer layers."""
         fields, count = self.config_fields, self.config_fields["num_hidden_layers"]
-        if not 1 <= num_layers <= count:
-            raise EspalierError(
-                f"--layers={num_layers} is not supported: {self.name} has {count} layers; use 1 to {count}"
-            )
-        by_layer = {name: values[:num_layers] for name, values in fields.items() if isinstance(values, list)}
-        name = f"{self.name}, {num_layers} of {count} layers"
-        return replace(self, name=name, config_fields={**fields, **by_layer, "num_hidden_layers": num_layers})
+        if not 1 <= layers <= count:
+            raise EspalierError(f"--layers={layers} is not supported: {self.name} has {count} layers; use 1 to {count}")
+        by_layer = {name: values[:layers] for name, values in fields.items() if isinstance(values, list)}
+        name = f"{self.name}, {layers} of {count} layers"
+        return replace(self, name=name, config_fields={**fields, **by_layer, "num_hidden_layers": layers})
 
     @property
     def config_json(self) -> dict[str, Any]:

@@ -70,8 +70,8 @@ class KeptTexts:
     `add` only queues; `flush` writes.  Different threads may call `add` and `flush`.
     max_bytes: for each kind of texts, the maximum size of its files and its queue together.
     num_trained: for each kind, how many texts the trainings before this start have read.
-    texts_per_kind: the texts kept since the folder was made.  num_tokens, num_held_back_tokens: the tokens of texts
-    after those of num_trained, and the output tokens of the held-back texts among them."""
+    texts_per_kind: the texts kept since the folder was made.  num_tokens: the tokens of all texts that came after those
+    of num_trained.  num_held_back_tokens: the output tokens of the held-back texts among these."""
 
     def __init__(self, folder: Path, max_bytes: int, num_trained: Mapping[str, int] = NONE_TRAINED) -> None:
         """Raises EspalierError if a file with new texts is damaged."""
@@ -117,7 +117,7 @@ class KeptTexts:
                 raise
 
     def _write(self, kind: str, rows: Sequence[np.ndarray], num_before: int) -> None:
-        """Writes the newest file again, with the rows, if it has room for them; else a new file."""
+        """Adds rows, one for each text, to the newest file, or writes them to a new file if they do not fit there."""
         if not rows:
             return
         files, target = self.files(kind), self.folder / f"{kind}.{num_before:08}.npy"
@@ -134,7 +134,7 @@ class KeptTexts:
             os.fsync(file.fileno())  # else a file may be empty under its name after a power failure
 
     def _count_written(self, kind: str, num_trained: int) -> None:
-        """Counts the texts of the files.  num_trained: how many of all kept texts of this kind are not new."""
+        """Counts the texts of the files.  num_trained: how many texts of this kind the trainings have read."""
         for file in reversed(self.files(kind)):
             num_before, texts = _number(file), list(read_texts([file]))
             num_kept = num_before + len(texts)

@@ -37,10 +37,11 @@ from espalier.train.windows import TextList
 GO_SIGNAL, WAIT_SIGNAL = b"1", b"0"
 # The tokens of a row of a batch, by device type.
 ROW_LENGTHS = MappingProxyType({"cpu": 256, "cuda": 1024})
-# How often a training reads the sample, and the optimizer steps of one reading, if the sample has enough rows.  With
-# fewer steps, on larger batches, the draft learns nothing.
+# A training reads the sample SAMPLE_PASSES times.  Each time it makes STEPS_PER_PASS optimizer steps, if the sample has
+# enough rows.  With fewer steps, on larger batches, the draft learns nothing.
 SAMPLE_PASSES, STEPS_PER_PASS = 3, 50
-# The maximum number of tokens before an output, and of the output, that are measured; the maximum of measured texts.
+# Drafts are measured on at most MAX_MEASURED_TEXTS texts, with at most MEASURED_SIDE_TOKENS tokens
+# before the output, and at most as many of the output.
 MEASURED_SIDE_TOKENS, MAX_MEASURED_TEXTS = 256, 64
 # A training reads REPLAY_FACTOR times as many texts as are new, so that the draft keeps what it learned from old texts.
 REPLAY_FACTOR = 2
@@ -139,9 +140,10 @@ def row_length(target: FrozenTarget) -> int:
 
 
 def make_draft_run(
-    kind: DraftKind, directory: Path, target: FrozenTarget, files: RunFiles, run_config: dict[str, Any], seed: int
+    kind: DraftKind, draft_dir: Path, target: FrozenTarget, files: RunFiles, run_config: dict[str, Any], seed: int
 ) -> DraftRun:
-    draft, tree = kind.load(directory).to(target.device), tuple(run_config["tree"])
+    """Returns a run that trains the draft in draft_dir on files.own_text.  run_config: the contents of run.json."""
+    draft, tree = kind.load(draft_dir).to(target.device), tuple(run_config["tree"])
     num_tokens = len(files.own_text.texts.tokens)
     settings = run_settings(num_tokens, row_length(target), target.device, run_config["seconds"], seed)
     config = kind.config(draft, settings)

@@ -107,7 +107,7 @@ def make_own_text(writer: TargetWriter, data: UserText, config: OwnTextConfig, u
             if not data.conversations
             else _conversation_prompts(data, config, num_texts, size)
         )
-        # A second greedy answer to the same conversation would equal the first, so it is sampled.
+        # A further answer to a conversation is sampled, because a greedy one would equal the first answer.
         is_new = not data.conversations or config.seed * config.continuations + num_texts < len(data.conversations)
         is_sampled = int((number + 1) * config.sampled_share) > int(number * config.sampled_share) or not is_new
         seed = config.seed * WINDOW_SEED_FACTOR + 1 + number
@@ -129,7 +129,8 @@ def _cut_prompts(data: UserText, config: OwnTextConfig, batch_number: int, num_p
 
 
 def _conversation_prompts(data: UserText, config: OwnTextConfig, num_done: int, num_prompts: int) -> list[np.ndarray]:
-    """Returns the conversations of a batch.  All seeds have the same order; seed n begins where seed n - 1 ends."""
+    """Returns the prompts of a batch, in a random order that is the same for all seeds.  The prompts of seed n begin
+    where those of seed n - 1 end.  num_done: how many prompts of this seed are done."""
     order = np.random.default_rng(0).permutation(len(data.conversations))
     positions = config.seed * config.continuations + num_done + np.arange(num_prompts)
     return [data.conversations[order[position % len(order)]].tokens for position in positions]
@@ -172,7 +173,7 @@ def write_own_text(
 
 
 def longest_text(data: UserText, config: OwnTextConfig, prompts: Sequence[np.ndarray] = ()) -> int:
-    """Returns the most tokens that a prompt has with its continuation.  prompts: further prompts, not in `data`."""
+    """Returns the length of the longest prompt with its continuation.  prompts: further prompts, not in `data`."""
     conversations = [each.tokens for each in data.conversations]
     cut_lengths = [] if conversations else [length for length, _ in config.prompt_batches()]
     return max([*map(len, conversations), *map(len, prompts), *cut_lengths]) + config.continuation_tokens

@@ -13,8 +13,8 @@ from espalier.errors import EspalierError
 
 
 def num_windows(num_tokens: int, row_length: int) -> int:
-    """Returns how many windows fit into a stream at every offset of the first window.  Windows begin at each
-    `row_length`-th token, and have `row_length + 1` tokens.  The offset is below `row_length`."""
+    """Returns how many windows fit into a stream, wherever the first window begins: at any token before `row_length`.
+    A window has `row_length + 1` tokens, and begins `row_length` tokens after the window before."""
     return max(0, (num_tokens - 1) // row_length - 1)
 
 
