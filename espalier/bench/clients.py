@@ -262,13 +262,13 @@ def parse_response(response: HttpResponse, sent_request: SentRequest) -> None:
 
 def _text_of_event(event: Mapping[str, Any]) -> str:
     """Returns the text that an event adds to the answer: content, reasoning, or arguments of a tool call."""
-    parts: list[str] = []
+    added_texts: list[str] = []
     for choice in event.get("choices") or ():
         delta = choice.get("delta") or {}
         calls = [call.get("function", {}).get("arguments") for call in delta.get("tool_calls") or ()]
         texts = (choice.get("text"), delta.get("reasoning_content"), delta.get("reasoning"), delta.get("content"))
-        parts += [part for part in (*texts, *calls) if part]
-    return "".join(parts)
+        added_texts += [text for text in (*texts, *calls) if text]
+    return "".join(added_texts)
 
 
 def _num_token_ids(event: Mapping[str, Any]) -> int:

@@ -187,8 +187,7 @@ def heldout_tokens(llm: LLM, num_texts: int | None = None) -> list[tuple[list[in
 
 def split_tokens(encode: Callable[[str], list[int]], prompt: str, reference: str) -> tuple[list[int], list[int]]:
     """Tokenizes prompt + reference as one text, because a token may span the end of the prompt.  Returns its tokens in
-    two parts.  The first part is the longest common prefix with the tokens of the prompt alone, but at least one token.
-    """
+    two parts: the longest common prefix with the tokens of the prompt alone (at least one token), and the rest."""
     prompt_tokens, all_tokens = encode(prompt), encode(prompt + reference)
     pairs = zip(prompt_tokens, all_tokens, strict=False)
     num_shared = next((i for i, (left, right) in enumerate(pairs) if left != right), len(prompt_tokens))
@@ -258,11 +257,11 @@ class ModelEngines:
     def open(self, variant: EngineVariant = AS_CONFIGURED) -> Iterator[BenchEngine]:
         with LLM(**{**self.settings, **variant}) as llm:
 
-            def prompts(lengths: Sequence[int]) -> list[list[int]]:
+            def make_prompts(lengths: Sequence[int]) -> list[list[int]]:
                 longest = heldout_prompts(llm, len(lengths), max(lengths))
                 return [prompt[:length] for prompt, length in zip(longest, lengths, strict=True)]
 
-            yield BenchEngine(llm, prompts)
+            yield BenchEngine(llm, make_prompts)
 
 
 def variants_to_compare(engines: BenchEngines) -> dict[str, EngineVariant]:

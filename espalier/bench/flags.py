@@ -37,8 +37,7 @@ def load(parser: ArgumentParser) -> None:
 
 
 def add_load_flags(parser: ArgumentParser, requests: str = "8", inputs: str = "16,128", outputs: str = "16,64") -> None:
-    """Adds the flags that describe a load of requests and their arrivals.  requests, inputs, outputs: the defaults of
-    --requests, --input and --output, for the help texts."""
+    """Adds the flags of a load.  requests, inputs, outputs: defaults of three of the flags, for their help texts."""
     add = parser.add_argument
     add("--requests", type=int, metavar="N", help=f"requests, or conversations ({requests}; of a server 64)")
     add("--input", type=parse_bounds, metavar="N,N", help=f"shortest and longest prompt ({inputs}; of a server 16,64)")

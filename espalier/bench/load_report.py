@@ -1,7 +1,6 @@
 """`espalier bench load`: runs a load on an engine with tree speculation and on an engine without, or on servers.
 
-It reports tokens a second, latencies, how the time was spent, and the share of the target's rows (tokens in its passes)
-that neither computed a prompt token nor gave an output token.
+It reports tokens a second, latencies, how the time was spent, and the share of tokens that the target ran in vain.
 """
 
 from argparse import Namespace
@@ -59,8 +58,7 @@ NUMBER_FORMATS = (
 
 
 class DatasetConversations:
-    """Conversations of a dataset.  thinking: the chat template's switch for reasoning; None for the default.  think_s:
-    seconds from an answer to the next turn."""
+    """Conversations of a dataset.  thinking: the chat template's switch for reasoning; None for the default."""
 
     def __init__(
         self, llm: LLM, conversations: Sequence[Conversation], temperature: float, thinking: bool | None, think_s: float
@@ -128,28 +126,28 @@ def run(args: Namespace, engines_of: Callable[..., BenchEngines] = engines_of) -
         return open_loop.run(args)
     if given := [name for name in SERVER_FLAGS if getattr(args, name) is not None]:
         raise EspalierError(f"{flag_of(given[0])} is for a running server; give its --url too")
-    talks = datasets.dataset_from_flags(args)
-    load = _load_of_flags(args) if talks is None else None
+    dataset = datasets.dataset_from_flags(args)
+    load = _load_of_flags(args) if dataset is None else None
     require_writable("--markdown", args.markdown)
     results, config = {}, None
-    for name, cells in _results_by_variant(args, load, talks, engines_of):
+    for name, cells in _results_by_variant(args, load, dataset, engines_of):
         results[name], config = cells, config or cells[0][1]
     assert config is not None
     figures = {name: [result.figures() for result, _ in cells] for name, cells in results.items()}
     pairs = _rates_and_temperatures(args)
     cells = [{name: by_pair[i] for name, by_pair in figures.items()} for i in range(len(pairs))]
     report = {"command": command_line(), "config": config.as_dict(), "concurrency": args.concurrency}
-    if talks is not None:
+    if dataset is not None:
         report["dataset"] = {name: json_value(getattr(args, name)) for name in ("dataset", "output", *DATASET_FLAGS)}
     names = [{"rate": rate, "temperature": temperature} for rate, temperature in pairs]
     write_json(args.json, {**report, "cells": [{**name, **cell} for name, cell in zip(names, cells, strict=True)]})
     tables = []
     for (rate, temperature), cell in zip(pairs, cells, strict=True):
         title = "" if rate is None else f"{rate:g} a second"
-        if talks is not None:
+        if dataset is not None:
             title = f"{title}, temperature {temperature:g}".removeprefix(", ")
         tables.append(_table_rows(title, cell))
-        if talks is not None:
+        if dataset is not None:
             tables += [category_table(f"{title}, {name}", values["categories"]) for name, values in cell.items()]
     write_markdown(args.markdown, tables)
     for table in tables:
@@ -181,7 +179,7 @@ def _load_of_flags(args: Namespace) -> Load:
 
 
 def _results_by_variant(
-    args: Namespace, load: Load | None, talks: Sequence[Conversation] | None, engines_of: Callable[..., BenchEngines]
+    args: Namespace, load: Load | None, dataset: Sequence[Conversation] | None, engines_of: Callable[..., BenchEngines]
 ) -> Any:
     """Yields (name of an engine variant, [(result, config) for each pair of rate and temperature])."""
     engines = engines_of(args, {}, **({} if load is None else {"max_context": load.max_tokens}))
@@ -195,12 +193,12 @@ def _results_by_variant(
     for name, variant in variants_to_compare(engines).items():
         with engines.open(variant) as bench:
 
-            def conversations(temperature: float, bench: BenchEngine = bench) -> BenchConversations:
+            def conversations_at(temperature: float, bench: BenchEngine = bench) -> BenchConversations:
                 if load is not None:
                     return RandomConversations(load, load.user_texts(bench.make_prompts(load.prompt_lengths)))
-                return DatasetConversations(bench.llm, talks or (), temperature, args.thinking, think)
+                return DatasetConversations(bench.llm, dataset or (), temperature, args.thinking, think)
 
-            by_temperature = {temperature: conversations(temperature) for temperature in args.temperature}
+            by_temperature = {temperature: conversations_at(temperature) for temperature in args.temperature}
             _warm_up(bench, load, args.concurrency or next(iter(by_temperature.values())).num_conversations)
             cells: list[tuple[LoadResult, ResolvedConfig]] = []
             for rate, temperature in _rates_and_temperatures(args):

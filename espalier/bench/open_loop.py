@@ -55,8 +55,7 @@ DEFAULT_FLAGS: Mapping[str, Any] = MappingProxyType(
 
 @dataclass(frozen=True)
 class LatencyLimits:
-    """Limits in ms; None for no limit.  ttft: the limit of the time to the first token.  itl: the limit of the mean
-    time between later tokens."""
+    """Limits in ms; None for no limit.  ttft: of the time to the first token.  itl: of the mean time between tokens."""
 
     ttft: float | None
     itl: float | None

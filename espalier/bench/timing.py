@@ -44,6 +44,7 @@ LAYERS_AFTER_NORM = ("qkv", "q and kv", "gate_up")
 MIN_WEIGHT_COPIES, MIN_WEIGHT_BYTES = 4, 2**30
 
 Matrix = Tensor | QuantisedMatrix
+# (inputs, weight) -> their product
 Multiply = Callable[[InputRows, Matrix], Tensor]
 Product = Callable[[], object]
 # Random inputs by (heads, rows, columns).
@@ -159,11 +160,11 @@ class Weights:
 
 
 def run_in_order(products: Sequence[Product]) -> Callable[[], None]:
-    def body() -> None:
+    def run_products() -> None:
         for product in products:
             product()
 
-    return body
+    return run_products
 
 
 def _bind_product(group: ProductGroup, x: Tensor, weight: Matrix, multiply: Multiply) -> Product:

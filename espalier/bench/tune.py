@@ -4,8 +4,8 @@ For each shape and bucket of rows, the candidate plans of our kernel are compare
 quantised matrices (--weights) the plan that kernels/layers/linear_quantised.py takes if nothing was measured.
 
 First, each shape is measured alone: a CUDA graph of products with so many weights that none is still in the L2 cache.
-Then a shape's best plans are measured among neighbours, in passes of a model.  There, our kernels can start before the
-kernel before them has ended (programmatic dependent launch), and a kernel after F.linear cannot (docs/log.md).
+Then a shape's best plans are measured in passes of a model, with all other kernels.  There, a kernel of ours can start
+before the preceding kernel has ended (programmatic dependent launch), but a kernel after F.linear cannot (docs/log.md).
 With --seconds, only the first candidates are measured, for few rows first.
 """
 
@@ -66,7 +66,7 @@ from espalier.terminal.flags import flag_of, given_flags
 CHAIN_BYTES = 600 * 10**6
 # The least bytes of a shape's different weights: more than fit in the L2 cache.
 COPIES_BYTES = 300 * 10**6
-# How many of a shape's fastest plans are measured again alone, and how many are then measured among neighbours.
+# How many of a shape's fastest plans are measured again alone, and how many are then measured in passes of a model.
 NUM_REMEASURED = 6
 NUM_MEASURED_IN_PASSES = 3
 # How many layers a measured pass has, and how often the plan of each shape is chosen again after the others changed.
@@ -173,7 +173,7 @@ def _run(args: Namespace, config: EngineConfig) -> int:
     with progress("measuring", len(ROWS_BUCKETS) + len(models)) as advance:
         for rows in ROWS_BUCKETS:
             measured_alone |= tuner.measure_alone(shapes, rows)
-            # Stored in case the tuning is interrupted.  The plans measured among neighbours replace them.
+            # Stored in case the tuning is interrupted.  The plans that are fastest in passes replace these plans.
             write_plans({cell: measured.fastest for cell, measured in measured_alone.items()})
             advance()
         for model in models:
@@ -390,11 +390,11 @@ def _plan_product(
 
 
 def _repeated_products(x: Tensor, weights: Sequence[Matrix], plan: LinearPlan, num_calls: int) -> Callable[[], None]:
-    def body() -> None:
+    def run_products() -> None:
         for call in range(num_calls):
             _plan_product(x, weights[call % len(weights)], plan)
 
-    return body
+    return run_products
 
 
 def _multiply_by_table(product_groups: Groups, table: PlanTable, rows: int) -> Multiply:

@@ -68,8 +68,7 @@ def activation_of(shape: ExpertsShape) -> Activation:
 
 class ChainInputs:
     """The inputs of a chain of calls with `num_rows` rows each.  Calls use different experts while unused experts
-    remain.  num_calls: None for as many calls as take long enough to be timed.  active_experts: see random_expert_ids.
-    """
+    remain.  num_calls: None for as many as take long enough to be timed.  active_experts: see random_expert_ids."""
 
     def __init__(
         self,
@@ -219,38 +218,38 @@ class ExpertsTuner:
             for each in chains
         }
 
-        def chain(chain_inputs: ChainInputs, plan: ProductPlan, num_calls: int) -> Callable[[], None]:
+        def make_chain(chain_inputs: ChainInputs, plan: ProductPlan, num_calls: int) -> Callable[[], None]:
             top_k, activation = chain_inputs.shape.top_k, activation_of(chain_inputs.shape)
 
-            def body() -> None:
+            def run_calls() -> None:
                 for one in tiles[chain_inputs][:num_calls]:
                     if num_matrices == 2:
                         launch_gate_and_up(chain_inputs.x, weight, one, top_k, plan, activation=activation)
                     else:
                         launch_down(chain_inputs.gated_inputs, weight, chain_inputs.router_weights, one, plan)
 
-            return body
+            return run_calls
 
-        return self._us_by_plan(chains, plans, chain, REPEATS_ALONE)
+        return self._us_by_plan(chains, plans, make_chain, REPEATS_ALONE)
 
     def _measure_together(
         self, chains: Sequence[ChainInputs], plans: Sequence[ExpertsPlan], gate_up: Tensor, down: Tensor
     ) -> dict[ExpertsPlan, list[float]]:
         """Returns {plan: the µs of sort, gate and up, and down together, in each chain}."""
 
-        def chain(chain_inputs: ChainInputs, plan: ExpertsPlan, num_calls: int) -> Callable[[], None]:
+        def make_chain(chain_inputs: ChainInputs, plan: ExpertsPlan, num_calls: int) -> Callable[[], None]:
             activation = activation_of(chain_inputs.shape)
             triton_product = partial(
                 grouped_experts.triton, chain_inputs.x, gate_up, down, plan=plan, activation=activation
             )
 
-            def body() -> None:
+            def run_calls() -> None:
                 for ids in chain_inputs.expert_ids[:num_calls]:
                     triton_product(ids, chain_inputs.router_weights)
 
-            return body
+            return run_calls
 
-        return self._us_by_plan(chains, list(dict.fromkeys(plans)), chain, REPEATS_TOGETHER)
+        return self._us_by_plan(chains, list(dict.fromkeys(plans)), make_chain, REPEATS_TOGETHER)
 
     def _us_by_plan(
         self, chains: Sequence[ChainInputs], plans: Sequence[Plan], make_chain: MakeChain[Plan], repeats: int

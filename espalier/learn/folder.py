@@ -38,8 +38,9 @@ HEADER_LENGTH = 2
 MANIFEST = "manifest.json"
 
 
-def flag_of(name: str) -> str:
-    return "--learn" if name == "folder" else f"--learn-{name}"
+def flag_of(field: str) -> str:
+    """Returns the flag of a field of LearnConfig."""
+    return "--learn" if field == "folder" else f"--learn-{field}"
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,7 @@ class KeptTexts:
     def _count_written(self, kind: str, num_trained: int) -> None:
         """Counts the texts of the files.  num_trained: how many texts of this kind the trainings have read."""
         for file in reversed(self.files(kind)):
-            num_before, texts = _number(file), list(read_texts([file]))
+            num_before, texts = _num_texts_before(file), list(read_texts([file]))
             num_kept = num_before + len(texts)
             self.texts_per_kind[kind] = max(self.texts_per_kind[kind], num_kept)
             new_texts = texts[: max(0, num_kept - num_trained)]
@@ -165,17 +166,17 @@ class KeptTexts:
         return sum(row.nbytes for row in self._queued[kind])
 
 
-def _number(file: Path) -> int:
+def _num_texts_before(file: Path) -> int:
     return int(file.stem.rpartition(".")[2])
 
 
 def sample_files(folder: Path, kind: str) -> list[Path]:
     """Returns the files of a kind of texts, the oldest first."""
-    return sorted(folder.glob(f"{kind}.*.npy"), key=_number)
+    return sorted(folder.glob(f"{kind}.*.npy"), key=_num_texts_before)
 
 
 def _load_rows(file: Path) -> np.ndarray:
-    """Raises EspalierError for a damaged file."""
+    """Returns a file's numbers, [N] int32.  Raises EspalierError for a damaged file."""
     with suppress(ValueError, EOFError):
         rows: np.ndarray = np.load(file)
         if rows.dtype == np.int32 and rows.ndim == 1:

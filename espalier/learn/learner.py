@@ -323,8 +323,7 @@ class Learner:
         self._judge_draft(self._out_directory)
         self._judged_counts, self._num_failed = self._start_counts, 0
         self.figures.trainings += 1
-        # Before the swap is recorded, a stop of the server loses the draft.  So its texts stay new until then.
-        if not self.is_swapping:
+        if not self.is_swapping:  # else the texts count as new until the swap is recorded, as a stop loses the draft
             self.folder.record_trained(self._judged_counts.texts_per_kind)
 
     def _judge_draft(self, draft: Path) -> None:

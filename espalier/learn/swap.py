@@ -30,12 +30,12 @@ class HeldTensor:
     tensor: Tensor
 
 
-def tensor_places(value: Any, path: str = "draft") -> Iterator[HeldTensor]:
+def held_tensors(value: Any, path: str = "draft") -> Iterator[HeldTensor]:
     """Yields every tensor in a model, in the order of its objects' fields.  No object is visited twice."""
-    return _held_tensors(value, path, set())
+    return _walk_tensors(value, path, set())
 
 
-def _held_tensors(value: Any, path: str, visited_ids: set[int]) -> Iterator[HeldTensor]:
+def _walk_tensors(value: Any, path: str, visited_ids: set[int]) -> Iterator[HeldTensor]:
     if id(value) in visited_ids:
         return
     visited_ids.add(id(value))
@@ -44,7 +44,7 @@ def _held_tensors(value: Any, path: str, visited_ids: set[int]) -> Iterator[Held
         if isinstance(member, Tensor):
             yield HeldTensor(member_path, value, key, member)
         else:
-            yield from _held_tensors(member, member_path, visited_ids)
+            yield from _walk_tensors(member, member_path, visited_ids)
 
 
 def _named_members(value: Any) -> Iterator[tuple[Any, Any]]:
@@ -64,7 +64,7 @@ class Swap:
     learned tensor).  Raises EspalierError if the drafts differ in more than the values of weights."""
 
     def __init__(self, served: DraftModel, learned: DraftModel) -> None:
-        old, new = list(tensor_places(served)), list(tensor_places(learned))
+        old, new = list(held_tensors(served)), list(held_tensors(learned))
         if [place.path for place in old] != [place.path for place in new]:
             raise EspalierError("a draft with other parts than the served one cannot be swapped in")
         self.pairs = [(a, b.tensor) for a, b in zip(old, new, strict=True) if a.tensor is not b.tensor]

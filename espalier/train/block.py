@@ -137,18 +137,18 @@ def accept_lengths(
     logits = F.linear(outputs, target.lm_head.to(dtype)).float()
     edges = None if head.markov_head is None else head.markov_head.edges(logits, outputs)
 
-    def children(logits: Tensor) -> tuple[Tensor, Tensor]:
+    def topk_tokens(logits: Tensor) -> tuple[Tensor, Tensor]:
         scores, ids = logits.log_softmax(-1).topk(topk, dim=-1)
         return ids, scores
 
     def next_depth(depth: int, rows: DepthRows, out: Candidates) -> DepthRows:
         assert edges is not None
         factors, states = edges.factors(depth, rows)
-        ids_and_scores = children(edges.logits(depth, factors))
+        ids_and_scores = topk_tokens(edges.logits(depth, factors))
         return choose_next_rows(*ids_and_scores, rows, out, edges.is_recurrent)._replace(states=states)
 
     if edges is None:
-        candidates = plain_candidates(*children(logits))
+        candidates = plain_candidates(*topk_tokens(logits))
     else:
         candidates = edge_candidates(DepthRows.for_roots(tokens[roots]), steps, topk, next_depth)
     tree = select_paths(tokens[roots], candidates, num_draft_tokens or steps + 1)

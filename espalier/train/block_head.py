@@ -55,7 +55,7 @@ class BlockAttention(DraftAttention):
         return rotate(self.q_norm(self.project_heads(x, self.q_proj)), *rope_tables)
 
 
-class SingleBlockLayer(nn.Module):
+class BlockDraftLayer(nn.Module):
     def __init__(self, shape: BlockShape) -> None:
         super().__init__()
         size, eps = shape.hidden_size, shape.rms_norm_eps
@@ -142,7 +142,7 @@ class BlockHead(nn.Module):
         size, eps = shape.hidden_size, shape.rms_norm_eps
         self.fc = nn.Linear(shape.num_features * size, size, bias=False)
         self.hidden_norm = RMSNorm(size, eps)
-        self.layers = nn.ModuleList(SingleBlockLayer(shape) for _ in range(shape.num_hidden_layers))
+        self.layers = nn.ModuleList(BlockDraftLayer(shape) for _ in range(shape.num_hidden_layers))
         self.norm = RMSNorm(size, eps)
         self.markov_head = MarkovHead(shape) if shape.edge_rank else None
         for name, parameter in self.named_parameters():

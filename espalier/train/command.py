@@ -34,7 +34,8 @@ OUT_HELP = "where the draft goes; a finished draft of the same kind there is rep
 
 
 class Trainer(NamedTuple):
-    """The command that trains a kind of draft.  min_layers: how many layers the target needs."""
+    """The command that trains a kind of draft.  help: its text for --help.  config: the class of its settings.
+    min_layers: how many layers the target needs."""
 
     help: str
     config: type[TrainConfig]

@@ -25,8 +25,9 @@ from espalier.train.writer import TargetWriter, find_repeats
 @dataclass
 class Beams:
     """The draft rows of one depth of N trees, K rows a tree.  All tensors are [N, K, ...].  scores: the sum of the
-    log-probabilities of the path to the row.  on_path: whether the text agrees with this path.  features: the output
-    for the row's parent; after run_beams, for the row.  chain: (keys, values) of the ancestors from depth 1 on."""
+    log-probabilities of the path to the row.  on_path: whether the text agrees with this path.  features: before
+    run_beams, the draft's output for the row's parent; after it, for the row.  chain: (keys, values) of the ancestors
+    from depth 1 on."""
 
     tokens: Tensor
     scores: Tensor

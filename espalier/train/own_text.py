@@ -180,7 +180,7 @@ def longest_text(data: UserText, config: OwnTextConfig, prompts: Sequence[np.nda
 
 
 def open_unfinished(config: OwnTextConfig, work_dir: Path, origin: Mapping[str, str]) -> UnfinishedText:
-    """Opens the unfinished text of config.seed.  Raises EspalierError as UnfinishedText does."""
+    """Opens the unfinished text of config.seed.  origin: see work.origin_of.  Raises EspalierError."""
     return UnfinishedText(_unfinished_file(work_dir, config), {**origin, **fixed_settings(config, OwnTextConfig)})
 
 
