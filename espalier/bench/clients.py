@@ -94,8 +94,8 @@ class HttpResponse:
             yield from ((time, line[5:].strip()) for line in lines if line.startswith(b"data:"))
 
     def _timed_chunks(self) -> Iterator[tuple[float, bytes]]:
-        """Yields (arrival time of the last byte, bytes) of each chunk of the body.  If the response is not chunked, of
-        each piece that arrived."""
+        """Yields (arrival time of the last byte, bytes) of each chunk of the body.  If the response is not chunked, it
+        yields the pieces of data as they arrived."""
         start, arrival_ends = len(self.head) + len(HEAD_END), [size for _, size in self.arrivals]
         if CHUNKED_HEADER not in self.head:
             for time, end in self.arrivals:

@@ -124,7 +124,7 @@ def empty_prefix_cache(engine: Engine) -> None:
 
 
 def full_step_times(results: Sequence[DriveResult]) -> list[float]:
-    """Returns the full_step_times of all runs of one batch.  Raises EspalierError if no step had all requests."""
+    """Joins the full_step_times of all runs of one batch.  Raises EspalierError if no step had all requests."""
     steps = [seconds for run in results for seconds in run.full_step_times]
     if not steps:
         requests = results[0].requests
@@ -241,7 +241,7 @@ class BenchEngines(Protocol):
 
 
 class ModelEngines:
-    """The BenchEngines of a model with files.  settings: the keywords of LLM."""
+    """The BenchEngines of a model that is loaded from files.  settings: the keywords of LLM."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self.settings = settings
@@ -265,7 +265,7 @@ class ModelEngines:
 
 
 def variants_to_compare(engines: BenchEngines) -> dict[str, EngineVariant]:
-    """Returns the engine variants to compare, by name: with the tree, and plain decoding."""
+    """Returns {name: engine variant} of the variants to compare: with the configured tree, and plain decoding."""
     return (
         {"tree": AS_CONFIGURED, "plain": PLAIN_DECODING} if engines.config().layout.steps else {"plain": PLAIN_DECODING}
     )

@@ -238,8 +238,8 @@ class ModelShape:
         return self.draft or replace(self, layer_specs=first_layer, experts=None, weight_format=DENSE, is_draft=True)
 
     def matrix_shapes(self, weight_format: str = DENSE) -> tuple[Shape, ...]:
-        """Returns the different shapes of all linear layers with this weight format, in the order of a round.  Left
-        out are batched products, and the projections of the Markov head, which have their own kernel."""
+        """Returns the different shapes of all linear layers with this weight format, in the order in which they
+        run.  Batched products are left out, and so are the projections of the Markov head, which have an own kernel."""
         draft = self.draft_pass(1, fused_rows=1)
         if self.block is not None:
             draft = (*self.block_pass(1, 1, 1), *self.extend_passes(1))
@@ -249,7 +249,7 @@ class ModelShape:
 
     def _layer_products(self, prefix: str, input_columns: int, rows: int) -> tuple[ProductGroup, ...]:
         """Returns the products of all layers, dense layers first, one group for layers that are equal but for the
-        sliding window.  prefix: of the products' names.  input_columns: the input size of a layer's first product."""
+        sliding window.  prefix: begins their names.  input_columns: the input size of a layer's first product."""
         specs = [replace(spec, window=None) for spec in self.layer_specs]
         layer_counts = Counter((i < self.num_dense_layers, spec) for i, spec in enumerate(specs))
         runs, num_earlier_weights = list[ProductGroup](), Counter[tuple[str, Shape]]()

@@ -46,7 +46,7 @@ class Load:
 
     @property
     def max_tokens(self) -> int:
-        """The tokens of the longest conversation, outputs included."""
+        """The number of tokens of the longest conversation, outputs included."""
         talks = map(self.load_of_conversation, range(self.num_conversations))
         return self.shared_prefix_tokens + max(sum(talk.input_lengths + talk.output_lengths) for talk in talks)
 
@@ -69,7 +69,7 @@ class Load:
 
     @property
     def prompt_lengths(self) -> list[int]:
-        """Returns the lengths of the prompts that `user_texts` takes, in tokens."""
+        """The lengths, in tokens, of the prompts that `user_texts` takes."""
         lengths = [sum(self.load_of_conversation(i).input_lengths) for i in range(self.num_conversations)]
         return [self.prefix_tokens] * self.num_prefixes + lengths
 

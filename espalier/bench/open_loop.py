@@ -92,7 +92,7 @@ class OpenLoopResult:
 
     def figures(self) -> dict[str, Any]:
         length = self.accept_length
-        # A server reports one accept length for all its requests, so that of a category is known only if there is one.
+        # A server reports one accept length for all its requests.  If there are several categories, theirs are unknown.
         mean = length if len({request.category for request in self.requests}) == 1 else None
         answers = [
             AnsweredRequest(r.category, r.timeline, r.num_output_tokens, mean and r.num_later_tokens / mean)

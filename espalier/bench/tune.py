@@ -69,7 +69,7 @@ COPIES_BYTES = 300 * 10**6
 # How many of a shape's fastest plans are measured again alone, and how many are then measured in passes of a model.
 NUM_REMEASURED = 6
 NUM_MEASURED_IN_PASSES = 3
-# How many layers a measured pass has, and how often the plan of each shape is chosen again after the others changed.
+# The layers of a measured pass, and how many times each shape's plan is chosen, given the current plans of the others.
 MEASURED_LAYERS, NUM_SWEEPS = 8, 2
 # Smaller relative gains are noise.
 MIN_RELATIVE_GAIN = 0.002
@@ -400,8 +400,8 @@ def _repeated_products(x: Tensor, weights: Sequence[Matrix], plan: LinearPlan, n
 def _multiply_by_table(product_groups: Groups, table: PlanTable, rows: int) -> Multiply:
     """Returns a function that multiplies by the plans of `table` and runs the next kernel too, like a model's layers.
 
-    After SUMMED_LAYERS, an add-and-norm kernel adds up the partial sums.  In the engine, another kernel follows qkv: it
-    rotates queries and keys.  A gate follows GATED_LAYERS.  Some plans fuse the gate with the product."""
+    After SUMMED_LAYERS, an add-and-norm kernel adds up the partial sums.  After qkv it stands for another kernel of the
+    engine, which rotates queries and keys.  A gate follows GATED_LAYERS.  Some plans fuse the gate with the product."""
     groups = SUMMED_LAYERS, GATED_LAYERS
     summed, gated = ({run.shape for run in product_groups if run.name.split()[-1] in names} for names in groups)
     norm_inputs: dict[Shape, tuple[Tensor, Tensor]] = {}

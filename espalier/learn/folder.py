@@ -100,12 +100,12 @@ class KeptTexts:
                 self._count_texts(kind, [row], 1)
 
     def is_full(self) -> bool:
-        """Whether the queue of a kind would fill half a file."""
+        """Whether the queued texts of some kind would fill half a file."""
         return any(self._queued_bytes(kind) * 2 * NUM_FILES >= self.max_bytes[kind] for kind in TEXT_KINDS)
 
     def flush(self) -> None:
         """Writes the queued texts, and removes the oldest files beyond the limit.  If the texts of a kind cannot be
-        written, they are lost, are no longer counted, and OSError is raised; EspalierError, if a file is damaged."""
+        written, they are lost and no longer counted.  Raises OSError then, or EspalierError if a file is damaged."""
         for kind in TEXT_KINDS:
             with self._lock:
                 rows, self._queued[kind] = self._queued[kind], []

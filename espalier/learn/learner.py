@@ -231,7 +231,8 @@ class Learner:
     def swap_between_steps(self, engine: Engine) -> None:
         """Swaps in the waiting draft, if any.
 
-        Running requests keep the rows that the old draft wrote to the cache.  They may change guesses, but no output.
+        Running requests keep the rows that the old draft wrote to the cache.  These rows may change what the new draft
+        proposes, but never an output.
         """
         self._is_busy = engine.has_work
         if self._candidate is not None:

@@ -95,8 +95,8 @@ def run_settings(num_tokens: int, length: int, device: torch.device, max_seconds
 
 def train_once(folder: Path, train_signal: TrainSignal) -> Path:
     """Trains a draft further: the served draft, or the one given at startup if it accepts more on the newest held-back
-    texts.  run.json has the paths of both drafts.  Returns the new draft's directory, with its manifest.  If it raises
-    EspalierError or OSError, no directory has the new draft's name."""
+    texts.  run.json has the paths of both drafts.  Returns the directory of the new draft and its manifest.  If it
+    raises EspalierError or OSError, this directory does not exist."""
     started_at, config = time.monotonic(), json.loads((folder / "run.json").read_text())
     kind, out, unfinished = DRAFT_KINDS[config["kind"]], Path(config["out"]), folder / "drafts" / "unfinished"
     remove_draft(unfinished)

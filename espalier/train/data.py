@@ -80,7 +80,7 @@ def read_data(path: Path, target: Path) -> UserText:
 
 
 def read_prompts(path: Path, target: Path) -> list[list[int]]:
-    """Returns the token ids of every line.  Raises EspalierError for an invalid line."""
+    """Returns the token ids of the prompt in every line.  Raises EspalierError for an invalid line."""
     return [tokens for _, tokens in _read_prompts(path, target)]
 
 

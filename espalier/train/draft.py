@@ -40,7 +40,7 @@ class DraftLayer(nn.Module):
 
     def finish_layer(self, feature: Tensor, attended: Tensor) -> Tensor:
         """Returns the layer's output [..., T, H].
-        attended: [..., heads, T, head_dim].  The residual is the feature before its norm."""
+        feature: the layer's residual input, before hidden_norm.  attended: [..., heads, T, head_dim]."""
         x = feature + self.self_attn.project_output(attended)
         return x + self.mlp(self.post_attention_layernorm(x))
 

@@ -95,8 +95,8 @@ def require_prompts(data: UserText, config: OwnTextConfig, target: Path) -> None
 
 def make_own_text(writer: TargetWriter, data: UserText, config: OwnTextConfig, unfinished: UnfinishedText) -> None:
     """Generates continuations, batch by batch, until there are config.continuations, or until text_seconds have passed.
-    An interrupted run generates the same text, because a batch depends only on its number, its size and the prompt
-    lengths.  If generate_batch changes, the remaining text differs, but no batch is generated twice."""
+    A continued run generates the same text as an uninterrupted one: a batch depends only on its number, its size and
+    the prompt lengths.  If generate_batch changes, the remaining text differs, but no batch is generated twice."""
     if num_old := unfinished.num_texts:
         print(f"{unfinished.path} has {num_old} continuations, {config.continuations - num_old} are left", flush=True)
     started_at, num_made, seconds, max_seconds = time.perf_counter(), 0, 0.0, config.text_seconds or math.inf
@@ -121,7 +121,7 @@ def make_own_text(writer: TargetWriter, data: UserText, config: OwnTextConfig, u
 
 def _cut_prompts(data: UserText, config: OwnTextConfig, batch_number: int, num_prompts: int) -> list[np.ndarray]:
     """Returns prompts of one length for a batch, cut from the documents.  Batches take the lengths of prompt_batches()
-    in turn, which require_prompts has checked."""
+    in turn.  require_prompts has checked that the documents have enough tokens."""
     lengths = [length for length, _ in config.prompt_batches()]
     length, seed = lengths[batch_number % len(lengths)], config.seed * WINDOW_SEED_FACTOR + 1 + batch_number
     windows = StreamWindows(data.stream, length, torch.device("cpu"), seed)
