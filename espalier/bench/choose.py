@@ -244,8 +244,8 @@ def measure_trees(
 ) -> list[TreeTime]:
     """Measures the round time of every tree at every batch size.  Raises EspalierError if no round runs all requests.
 
-    Closes `engine`, and makes an engine for each tree on the models and buffers of `engine`.  Their prefix
-    cache keeps the prompts of earlier runs, so that a run with the same prompts starts them all in one step.
+    Closes `engine`, and makes a new engine for each tree on the same models and buffers.  The new engine's prefix cache
+    keeps the prompts of earlier runs, so that a run with the same prompts starts them all in one step.
     graph_batch: EngineConfig.graph_batch of these engines.  accept_lengths: the accept length of each tree; None to
     measure it over the runs of all batch sizes.  advance: called after each tree at each batch size."""
     runner, overlap = engine.executor.runner, engine.in_flight.overlap

@@ -239,7 +239,7 @@ class ModelShape:
 
     def matrix_shapes(self, weight_format: str = DENSE) -> tuple[Shape, ...]:
         """Returns the different shapes of all linear layers with this weight format, in the order in which they
-        run.  Batched products are left out, and so are the projections of the Markov head, which have an own kernel."""
+        run.  Batched products are left out, and so are the projections of the Markov head (another kernel)."""
         draft = self.draft_pass(1, fused_rows=1)
         if self.block is not None:
             draft = (*self.block_pass(1, 1, 1), *self.extend_passes(1))

@@ -168,6 +168,7 @@ def run_in_order(products: Sequence[Product]) -> Callable[[], None]:
 
 
 def _bind_product(group: ProductGroup, x: Tensor, weight: Matrix, multiply: Multiply) -> Product:
+    """Returns a function without arguments that multiplies x with the weight."""
     if isinstance(weight, Tensor):
         return partial(torch.bmm, x, weight.transpose(1, 2)) if weight.ndim == 3 else partial(multiply, x, weight)
     rounding = rounding_in_norm(weight, x)

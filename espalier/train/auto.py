@@ -138,8 +138,8 @@ class TimeBudget:
     def remaining(self) -> float:
         return self.max_seconds - self.elapsed
 
-    def print_progress(self, step: str) -> None:
-        print(f"{step}: {format_minutes(self.elapsed)} of {format_minutes(self.max_seconds)} have passed", flush=True)
+    def print_progress(self, phase: str) -> None:
+        print(f"{phase}: {format_minutes(self.elapsed)} of {format_minutes(self.max_seconds)} have passed", flush=True)
 
 
 def require_same_run(out: Path, path: Path, made_from: dict[str, str | None]) -> None:

@@ -134,18 +134,19 @@ class AcceptReport:
 
 def make_report(lengths: list[Tensor], texts: list[np.ndarray], output_starts: list[int]) -> AcceptReport:
     """Returns the report.  lengths: for each text, the accept length of a round at each position of the output."""
-    fresh: list[float] = []
-    repeated: list[float] = []
-    every_root: list[float] = []
+    fresh_lengths: list[float] = []
+    repeated_lengths: list[float] = []
+    every_length: list[float] = []
     for accepted, text, first in zip(lengths, texts, output_starts, strict=True):
         is_repeated, root, values = find_repeats(text), first, accepted.tolist()
-        every_root += values
+        every_length += values
         while root - first < len(values):
             length = values[root - first]
-            (repeated if is_repeated[root] else fresh).append(length)
+            (repeated_lengths if is_repeated[root] else fresh_lengths).append(length)
             root += length
-    means = [float(np.mean(x)) if x else float("nan") for x in (fresh, repeated, every_root)]
-    return AcceptReport(means[0], means[1], means[2], len(repeated) / max(1, len(repeated) + len(fresh)))
+    means = [float(np.mean(x)) if x else float("nan") for x in (fresh_lengths, repeated_lengths, every_length)]
+    num_repeated, num_rounds = len(repeated_lengths), len(repeated_lengths) + len(fresh_lengths)
+    return AcceptReport(means[0], means[1], means[2], num_repeated / max(1, num_rounds))
 
 
 # Continuations with at most this number of tokens are not measured.
