@@ -83,10 +83,8 @@ class ExpertSizes:
 
 @dataclass(frozen=True)
 class RoutedExperts:
-    """The experts of a router.
-
-    weight_format: the experts' format, see ProductGroup.  mean_active_experts: how many of a layer's experts get rows,
-    on average over passes; None for as many as with uniform routing."""
+    """The experts of a router.  weight_format: see ProductGroup.  mean_active_experts: how many of a layer's experts get
+    rows, on average over passes; None for as many as with uniform routing."""
 
     sizes: ExpertSizes
     weight_format: str = DENSE
@@ -127,13 +125,14 @@ class BlockSizes:
         """Returns the products of the draft's Markov head (kernels/tree/edges.py): one product over the block's hidden
         states, then two for each of the tree's `steps` depths, with the same weights.  The first depth has one row for
         each request, the root.  Other depths have topk rows for each request."""
-        rank, (num_parts, num_inputs) = self.markov_rank, MARKOV_PROJECTION_SIZES[self.markov_head_type]
-        runs = [ProductGroup("draft edge hidden", (num_parts * rank, self.layers_shape.hidden_size), 1, batch * steps)]
+        rank, hidden_size = self.markov_rank, self.layers_shape.hidden_size
+        num_parts, num_inputs = MARKOV_PROJECTION_SIZES[self.markov_head_type]
+        groups = [ProductGroup("draft edge hidden", (num_parts * rank, hidden_size), 1, batch * steps)]
         # At the first depth, an RNN head has no earlier state to read.
-        for count, num_read in [(batch, min(num_inputs, 1)), *[(batch * topk, num_inputs)] * (steps - 1)]:
-            runs.append(ProductGroup("draft edge factors", (num_parts * rank, num_read * rank), 1, count))
-            runs.append(ProductGroup("draft edges", (draft_vocab, rank), 1, count))
-        return tuple(run for run in runs if run.weight_bytes)
+        for num_rows, num_read in [(batch, min(num_inputs, 1)), *[(batch * topk, num_inputs)] * (steps - 1)]:
+            groups.append(ProductGroup("draft edge factors", (num_parts * rank, num_read * rank), 1, num_rows))
+            groups.append(ProductGroup("draft edges", (draft_vocab, rank), 1, num_rows))
+        return tuple(group for group in groups if group.weight_bytes)
 
     def context_products(self, rows: int) -> "tuple[ProductGroup, ...]":
         """Returns the products that project `rows` context rows to the K and V of all layers."""
@@ -221,7 +220,7 @@ class ModelShape:
         if self.block is not None:
             return (self._fusion_product(self.block.layers_shape, rows), *self.block.context_products(rows))
         passes = [self.draft_pass(rows, 0, rows, module) for module in range(1, self.num_draft_modules + 1)]
-        return tuple(run for products in passes for run in products)
+        return tuple(group for products in passes for group in products)
 
     @property
     def num_draft_modules(self) -> int:
@@ -243,8 +242,8 @@ class ModelShape:
         draft = self.draft_pass(1, fused_rows=1)
         if self.block is not None:
             draft = (*self.block_pass(1, 1, 1), *self.extend_passes(1))
-        runs = (run for run in (*self.target_pass(1), *draft) if run.name != "draft edge factors")
-        shapes = (run.shape for run in runs if run.num_heads == 1 and run.weight_format == weight_format)
+        groups = (group for group in (*self.target_pass(1), *draft) if group.name != "draft edge factors")
+        shapes = (group.shape for group in groups if group.num_heads == 1 and group.weight_format == weight_format)
         return tuple(dict.fromkeys(shapes))
 
     def _layer_products(self, prefix: str, input_columns: int, rows: int) -> tuple[ProductGroup, ...]:
@@ -252,7 +251,7 @@ class ModelShape:
         sliding window.  prefix: begins their names.  input_columns: the input size of a layer's first product."""
         specs = [replace(spec, window=None) for spec in self.layer_specs]
         layer_counts = Counter((i < self.num_dense_layers, spec) for i, spec in enumerate(specs))
-        runs, num_earlier_weights = list[ProductGroup](), Counter[tuple[str, Shape]]()
+        groups, num_earlier_weights = list[ProductGroup](), Counter[tuple[str, Shape]]()
         for (is_dense, spec), count in layer_counts.items():
             mlp = (
                 self._mlp_products(prefix, self.intermediate_size, count, rows)
@@ -261,10 +260,10 @@ class ModelShape:
             )
             if self.one_block_layers and spec.cache_spec != NO_MIXING:
                 mlp = ()
-            for run in (*self._attention_products(prefix, input_columns, spec, count, rows), *mlp):
-                runs.append(replace(run, first_weight=num_earlier_weights[run.name, run.shape]))
-                num_earlier_weights[run.name, run.shape] += count
-        return tuple(runs)
+            for group in (*self._attention_products(prefix, input_columns, spec, count, rows), *mlp):
+                groups.append(replace(group, first_weight=num_earlier_weights[group.name, group.shape]))
+                num_earlier_weights[group.name, group.shape] += count
+        return tuple(groups)
 
     def _attention_products(
         self, prefix: str, input_columns: int, spec: LayerSpec, num_layers: int, rows: int
