@@ -83,7 +83,7 @@ class ExpertSizes:
 
 @dataclass(frozen=True)
 class RoutedExperts:
-    """The experts of a router.  weight_format: see ProductGroup.  mean_active_experts: how many of a layer's experts get
+    """The experts of a router.  weight_format: see ProductGroup.  mean_active_experts: how many experts of a layer get
     rows, on average over passes; None for as many as with uniform routing."""
 
     sizes: ExpertSizes
@@ -216,7 +216,7 @@ class ModelShape:
         return (*layers, self._own_lm_head(batch * steps), *edges)
 
     def extend_passes(self, rows: int) -> tuple[ProductGroup, ...]:
-        """Returns a draft's products for `rows` accepted tokens, without lm_head.  A block draft only makes K and V."""
+        """Returns a draft's products for `rows` accepted tokens, without lm_head: of a block draft, only K and V."""
         if self.block is not None:
             return (self._fusion_product(self.block.layers_shape, rows), *self.block.context_products(rows))
         passes = [self.draft_pass(rows, 0, rows, module) for module in range(1, self.num_draft_modules + 1)]

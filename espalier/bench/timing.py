@@ -35,8 +35,8 @@ DEFAULT_REPEATS = 8
 MIN_TIMED_MS = 0.2
 MAX_REPLAYS = 50
 # The last words of the names of layers that follow a norm.  For up to `max_kernel_rows` rows, the norm's kernel also
-# quantises the input of such a layer, so the time of quantising is not measured with the layer.  An EAGLE head's qkv is
-# treated alike, though another kernel quantises its input.
+# quantises the input of such a layer, so the time of quantising is not measured with the layer.  It is also not
+# measured for the qkv of an EAGLE head, where another kernel quantises the input.
 LAYERS_AFTER_NORM = ("qkv", "q and kv", "gate_up")
 
 # How many different weights a product with one name and shape has: at least this number, and at least this number of

@@ -398,7 +398,7 @@ def _repeated_products(x: Tensor, weights: Sequence[Matrix], plan: LinearPlan, n
 
 
 def _multiply_by_table(product_groups: Groups, table: PlanTable, rows: int) -> Multiply:
-    """Returns a function that multiplies by the plans of `table` and runs the next kernel too, like a model's layers.
+    """Returns a function that runs a product with its plan in `table`, and then the kernel that follows it in a layer.
 
     After SUMMED_LAYERS, an add-and-norm kernel adds up the partial sums.  After qkv it stands for another kernel of the
     engine, which rotates queries and keys.  A gate follows GATED_LAYERS.  Some plans fuse the gate with the product."""

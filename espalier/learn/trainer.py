@@ -121,7 +121,7 @@ def accept_length(draft_run: DraftRun) -> float:
 
 
 def make_run(kind: DraftKind, sample_dir: Path, run_config: dict[str, Any], out_directory: Path, seed: int) -> DraftRun:
-    """Returns a run that trains the served draft on the new texts, and on older texts (REPLAY_FACTOR)."""
+    """Returns a run that trains the served draft on new and older texts (REPLAY_FACTOR).  run_config: from run.json."""
     target_dir, device = Path(run_config["target"]), training_device()
     target = kind.target(target_dir, device)
     prompt_tokens = row_length(target) // 2

@@ -65,6 +65,7 @@ def make_loss(
     config: Eagle3Config,
     loss: Callable[..., tuple[Tensor, Tensor]] = training_loss,
 ) -> LossFunction:
+    """Returns a function for the loss of a batch.  loss: training_loss, or its compiled form."""
     return lambda embeds, features, logits, loss_mask: loss(
         draft, embeds, features, logits, loss_mask, config.ttt_steps, config.decay
     )

@@ -49,7 +49,7 @@ class OwnText:
 
 
 def print_planned_work(config: OwnTextConfig, makes_text: bool) -> None:
-    """Prints the first line of a run: the device, the planned work and, on a CPU, flags for a shorter run."""
+    """Prints the device, the planned work and, on a CPU, flags for a shorter run.  makes_text: if text is generated."""
     device, work, trial = training_device(), [], TRIAL_FLAGS
     if makes_text:
         most = "" if config.text_seconds is None else f" within {format_minutes(config.text_seconds)}"
@@ -192,7 +192,7 @@ def require_unfinished(config: OwnTextConfig, work_dir: Path, origin: Mapping[st
 
 
 def own_text_command(target_dir: Path, data: UserText, config: OwnTextConfig, work_dir: Path) -> None:
-    """Runs `espalier train own-text`.  Raises EspalierError before the target is loaded."""
+    """Runs `espalier train own-text`.  Checks everything before the target is loaded.  Raises EspalierError."""
     origin = origin_of(target_dir, data.all_tokens)
     require_prompts(data, config, target_dir)
     saved_texts(config, work_dir, origin)
