@@ -192,10 +192,10 @@ def figures_by_category(answers: Sequence[AnsweredRequest]) -> dict[str, dict[st
     step_ms: the mean time from one round of a request to its next round.  tokens_per_second: the mean speed of one
     request, after its first chunk.
     """
-    groups: dict[str, list[AnsweredRequest]] = {}
+    answers_by_category: dict[str, list[AnsweredRequest]] = {}
     for answer in answers:
-        groups.setdefault(answer.category, []).append(answer)
-    return {category: _figures_of_category(group) for category, group in groups.items()}
+        answers_by_category.setdefault(answer.category, []).append(answer)
+    return {category: _figures_of_category(group) for category, group in answers_by_category.items()}
 
 
 def _figures_of_category(answers: Sequence[AnsweredRequest]) -> dict[str, Any]:

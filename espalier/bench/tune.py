@@ -160,13 +160,13 @@ def _run(args: Namespace, config: EngineConfig) -> int:
     tuner = LinearTuner(DTYPES[dtype], weight_format, inf if args.seconds is None else args.seconds)
     print_header()
     measured_alone: dict[PlanKey, MeasuredPlans] = {}
-    table: PlanTable = {}
+    chosen_plans: PlanTable = {}
 
     def write_plans(new_plans: PlanTable) -> None:
         plans = plans_by_shape(new_plans, stored_plans)
         LINEAR_TUNING.write_table(path, TuningTable(tuner.chip, dtype, plans, gpu_versions(), tuner.tuning_format))
 
-    # The table keeps the plans of buckets that are not measured now.
+    # The written table keeps the plans of buckets that are not measured now.
     stored_plans = dict(LINEAR_TUNING.measured_plans(tuner.chip, DTYPES[dtype], tuner.tuning_format))
     for stored_table in LINEAR_TUNING.read_tables(path) if path.exists() else ():
         stored_plans |= stored_table.plans if stored_table.key == (tuner.chip, dtype, tuner.tuning_format) else {}
@@ -177,12 +177,12 @@ def _run(args: Namespace, config: EngineConfig) -> int:
             write_plans({cell: measured.fastest for cell, measured in measured_alone.items()})
             advance()
         for model in models:
-            tuner.measure_in_passes(model, measured_alone, table)
+            tuner.measure_in_passes(model, measured_alone, chosen_plans)
             advance()
     # Add the plans of shapes that no pass has, such as matrices that only experts use in this format.
-    table = {cell: measured.fastest for cell, measured in measured_alone.items()} | table
-    write_plans(table)
-    print_table(_table_rows(measured_alone.values(), table, BASELINE_NAME[weight_format == DENSE]))
+    chosen_plans = {cell: measured.fastest for cell, measured in measured_alone.items()} | chosen_plans
+    write_plans(chosen_plans)
+    print_table(_table_rows(measured_alone.values(), chosen_plans, BASELINE_NAME[weight_format == DENSE]))
     if left_out := len(shapes) * len(ROWS_BUCKETS) - len(measured_alone):
         stdout().print(Text(f"the time was over: {left_out} shapes and numbers of rows are as they were"))
     stdout().print(Text(f"written to {path}"))

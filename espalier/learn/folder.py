@@ -135,7 +135,7 @@ class KeptTexts:
             os.fsync(file.fileno())  # else a file may be empty under its name after a power failure
 
     def _count_written(self, kind: str, num_trained: int) -> None:
-        """Counts the texts in the files of a kind.  num_trained: how many of these texts the trainings have read."""
+        """Counts the texts in the files of a kind.  num_trained: how many texts of it the trainings have read."""
         for file in reversed(self.files(kind)):
             num_before, texts = _num_texts_before(file), list(read_texts([file]))
             num_kept = num_before + len(texts)
@@ -178,9 +178,9 @@ def sample_files(folder: Path, kind: str) -> list[Path]:
 def _load_rows(file: Path) -> np.ndarray:
     """Returns a file's numbers, [N] int32.  Raises EspalierError for a damaged file."""
     with suppress(ValueError, EOFError):
-        rows: np.ndarray = np.load(file)
-        if rows.dtype == np.int32 and rows.ndim == 1:
-            return rows
+        numbers: np.ndarray = np.load(file)
+        if numbers.dtype == np.int32 and numbers.ndim == 1:
+            return numbers
     raise _damage_error(file)
 
 

@@ -30,9 +30,9 @@ class HeldTensor:
     tensor: Tensor
 
 
-def held_tensors(value: Any, path: str = "draft") -> Iterator[HeldTensor]:
-    """Yields every tensor in a model, in the order of its objects' fields.  No object is visited twice."""
-    return _walk_tensors(value, path, set())
+def held_tensors(model: Any, path: str = "draft") -> Iterator[HeldTensor]:
+    """Yields every tensor in a model, in the order of its objects' fields.  path: the start of HeldTensor.path."""
+    return _walk_tensors(model, path, set())
 
 
 def _walk_tensors(value: Any, path: str, visited_ids: set[int]) -> Iterator[HeldTensor]:

@@ -69,14 +69,14 @@ class TrainSignal:
 
 
 def newest_texts(
-    path: Path, kind: str, num_texts: int, tokens_before: int, tokens_after: int | None = None
+    sample_dir: Path, kind: str, num_texts: int, tokens_before: int, tokens_after: int | None = None
 ) -> TextList:
     """Returns the newest `num_texts` texts of the files whose names begin with `kind` (folder.py).
 
     tokens_before: the maximum number of tokens of a text before its output.  tokens_after: the maximum number of tokens
     of the output; None for all."""
     cut_texts, output_starts = [], []
-    for text in islice(read_texts(sample_files(path, kind)), num_texts):
+    for text in islice(read_texts(sample_files(sample_dir, kind)), num_texts):
         begin = max(0, text.output_start - tokens_before)
         cut_texts.append(text.tokens[begin : None if tokens_after is None else text.output_start + tokens_after])
         output_starts.append(text.output_start - begin)
