@@ -1,6 +1,7 @@
 """`espalier bench choose`: measures the fastest tree at each batch size, and writes a table for --by-batch.
 
-Every batch bucket runs with every candidate tree, in the engine's own launches.  The same runs give the accept lengths.
+The engine runs every candidate tree at every batch bucket (a batch size to which rounds are padded).  A round is one
+step of draft, verify and accept.  The same runs give the accept lengths.
 """
 
 from argparse import Namespace
@@ -45,18 +46,18 @@ from espalier.terminal.console import (
 from espalier.terminal.flags import engine_settings, flag_of, flag_text, require_at_least_one, with_minimum
 
 CANDIDATE_TREES = (TreeShape(5, 8, 64), TreeShape(5, 4, 16), TreeShape(3, 2, 8))
-# Node counts of a block draft's candidate trees.  All have full depth, because a block draft proposes all depths in one
-# pass.
+# The numbers of nodes of a block draft's candidate trees.  All these trees have the full depth, because a block draft
+# proposes all depths in one pass.
 BLOCK_NODE_COUNTS = (64, 32, 16, 8)
 DEFAULT_FLAGS = MappingProxyType({"context": 128, "tokens": 96, "repeats": 5})
 
-# (the configured tree, candidates, whether the draft is a block draft) -> the accept length of each tree
+# (the configured tree, candidate trees, whether the draft is a block draft) -> the accept length of each tree
 PredictAcceptLengths = Callable[[TreeShape, Sequence[TreeShape], bool], Mapping[TreeShape, float]]
 
 
 @dataclass(frozen=True)
 class TreeTime:
-    """The round time of one candidate tree at one batch size."""
+    """The time of a round with one tree at one batch size.  accept_length: mean tokens that a round gives a request."""
 
     batch_size: int
     tree: TreeShape
@@ -97,8 +98,10 @@ def choose(
     open_engines: Callable[[Mapping[str, Any]], BenchEngines],
     predict_accept_lengths: PredictAcceptLengths | None = None,
 ) -> None:
-    """Measures the trees, prints the times, and writes the table.  Raises EspalierError.  predict_accept_lengths: None
-    to measure the accept lengths."""
+    """Measures the trees, prints the times, and writes the table.  Raises EspalierError.
+
+    settings: the keywords of LLM.  open_engines: returns the BenchEngines of given settings.  predict_accept_lengths:
+    None to measure the accept lengths."""
     _refuse_unused_settings(settings)
     context, longest = args.context, args.context + args.tokens
     largest_batch = {"max_batch": max(args.batch)} if args.batch else {}
@@ -140,7 +143,7 @@ def choose(
 
 
 def _refuse_unused_settings(settings: Mapping[str, Any]) -> None:
-    """Raises EspalierError for engine settings without effect in this command, or with several ranks."""
+    """Raises EspalierError for engine settings without effect in this command, and for several ranks."""
     require_one_rank(settings, "bench choose")
     tree = settings.get("speculation")
     if tree is not None and tree.by_batch not in ("auto", {}):
@@ -152,7 +155,7 @@ def _refuse_unused_settings(settings: Mapping[str, Any]) -> None:
 
 
 def without_by_batch(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the settings with the configured tree at every batch size."""
+    """Returns `settings` without the table by_batch, so that every batch size gets the configured tree."""
     speculation = settings.get("speculation")
     speculation = speculation if isinstance(speculation, SpeculationConfig) else SpeculationConfig()
     return {**settings, "speculation": replace(speculation, by_batch={})}
@@ -164,8 +167,8 @@ def trees_to_measure(
     """Returns the trees to measure, without duplicates.
 
     If no tree is given: the configured tree, the smaller CANDIDATE_TREES, and plain decoding.  For a block draft, the
-    configured tree with fewer nodes (BLOCK_NODE_COUNTS) replaces CANDIDATE_TREES. Raises EspalierError for a tree that
-    is larger than the configured tree.
+    configured tree with fewer nodes (BLOCK_NODE_COUNTS) replaces CANDIDATE_TREES.  is_block: whether the draft is a
+    block draft.  Raises EspalierError for a tree that is larger than the configured tree.
     """
     for shape in given_trees:
         configured.require_fits(shape)
@@ -178,7 +181,7 @@ def trees_to_measure(
 
 
 def _read_prompts(path: Path, bench: BenchEngine, context: int) -> list[list[int]]:
-    """Returns a file's prompts of at most `context` tokens.  Raises EspalierError if there are none."""
+    """Returns a file's prompts of at most `context` tokens, as token ids.  Raises EspalierError if there are none."""
     inputs = bench.llm.inputs
     prompts = [
         prompt_token_ids(location, record, inputs.model_info.vocab_size, lambda: inputs)
@@ -194,8 +197,9 @@ def _read_prompts(path: Path, bench: BenchEngine, context: int) -> list[list[int
 
 @dataclass(frozen=True)
 class TimedBatches:
-    """The runs at each batch size: one to warm up, then `repeats` timed ones.  A run generates num_tokens greedy tokens
-    after each prompt of a batch.  prompts_by_batch: the prompts by batch size; runs take them in turn."""
+    """The runs at each batch size: one warm-up run, then `repeats` timed runs.  A run generates num_tokens greedy
+    tokens after each prompt of a batch.  prompts_by_batch: {batch size: prompts as token ids}.  Each run takes the next
+    prompts, and begins again after the last one."""
 
     prompts_by_batch: Mapping[int, Sequence[Sequence[int]]]
     num_tokens: int
@@ -213,8 +217,8 @@ class TimedBatches:
     ) -> "TimedBatches":
         """Returns the runs for these batch sizes.  Raises EspalierError for a size that is not a bucket.
 
-        batch_sizes: empty for all buckets, up to graph_batch, or up to max_batch without CUDA graphs.  given_prompts:
-        None for prompts of `bench` with `context` tokens."""
+        batch_sizes: if empty, all buckets up to graph_batch (without CUDA graphs, up to max_batch).  given_prompts:
+        token ids; if None, `bench` makes prompts of `context` tokens."""
         buckets = bench.engine.layout.batch_buckets(bench.config.graph_batch or bench.config.layout.max_batch)
         if unmeasured := [batch for batch in batch_sizes if batch not in buckets]:
             raise EspalierError(
@@ -225,7 +229,7 @@ class TimedBatches:
         return cls(prompts, num_tokens, repeats)
 
     def prompt_batches(self, batch_size: int) -> Iterator[list[Sequence[int]]]:
-        """Yields the prompts of each run with this batch size."""
+        """Yields the prompts of each run with this batch size, first those of the warm-up run."""
         prompts = cycle(self.prompts_by_batch[batch_size])
         return (list(islice(prompts, batch_size)) for _ in range(self.repeats + 1))
 
@@ -240,9 +244,10 @@ def measure_trees(
 ) -> list[TreeTime]:
     """Measures the round time of every tree at every batch size.  Raises EspalierError if no round runs all requests.
 
-    Closes `engine`, and makes an engine for each tree on the models and buffers of `engine`.  The prefix cache of these
-    engines lets the timed runs start long prompts in one step.
-    graph_batch: the setting for all engines.  accept_lengths: by tree; None: measured here over all batch sizes."""
+    Closes `engine`, and makes a new engine for each tree on the same models and buffers.  The new engine's prefix cache
+    keeps the prompts of earlier runs, so that a run with the same prompts starts them all in one step.
+    graph_batch: EngineConfig.graph_batch of these engines.  accept_lengths: the accept length of each tree; None to
+    measure it over the runs of all batch sizes.  advance: called after each tree at each batch size."""
     runner, overlap = engine.executor.runner, engine.in_flight.overlap
     engine.close()
     tree_times = []
@@ -261,7 +266,7 @@ def measure_trees(
 
 
 def _round_ms(engine: Engine, batch_size: int, timed_batches: TimedBatches, stats: SpeculationStats) -> float:
-    """Returns the median ms of the rounds that have all requests.  Adds the runs' statistics to `stats`."""
+    """Returns the median ms of the rounds with all `batch_size` requests.  Adds the runs' statistics to `stats`."""
     params = SamplingParams(temperature=0.0, max_tokens=timed_batches.num_tokens)
     runs = [drive(engine, prompts, params) for prompts in timed_batches.prompt_batches(batch_size)][1:]
     for run in runs:
@@ -270,10 +275,10 @@ def _round_ms(engine: Engine, batch_size: int, timed_batches: TimedBatches, stat
 
 
 def fastest_trees(tree_times: Sequence[TreeTime]) -> dict[int, TreeTime]:
-    """Returns the fastest tree at each batch size.  Of equally fast trees, it is the first.
+    """Returns the fastest tree at each batch size; of equally fast trees the first one.
 
-    TARGET_ONLY, plain decoding without the draft, is left out, because in a table the draft must stay ready for smaller
-    batches."""
+    TARGET_ONLY (plain decoding that does not run the draft) is left out.  In a table of trees by batch size, the draft
+    must read all tokens, so that it can propose again when the batch gets smaller."""
     fastest: dict[int, TreeTime] = {}
     for timed in (timed for timed in tree_times if timed.tree != TARGET_ONLY):
         if timed.batch_size not in fastest or timed.tokens_per_second > fastest[timed.batch_size].tokens_per_second:
@@ -282,7 +287,7 @@ def fastest_trees(tree_times: Sequence[TreeTime]) -> dict[int, TreeTime]:
 
 
 def by_batch_table(tree_times: Sequence[TreeTime]) -> dict[int, TreeShape]:
-    """Returns a table for SpeculationConfig.by_batch.  A key is the smallest batch size with this fastest tree."""
+    """Returns a table for SpeculationConfig.by_batch: {batch size from which on a tree is the fastest: the tree}."""
     trees: dict[int, TreeShape] = {}
     for batch, fastest in fastest_trees(tree_times).items():
         if not trees or next(reversed(trees.values())) != fastest.tree:

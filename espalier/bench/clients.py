@@ -26,7 +26,7 @@ STATUS_OK = 200
 METRICS_TIMEOUT_S = 10.0
 NO_TEXT_ERROR = 'the answer has no text; for a model without a tokenizer add "return_token_ids": true to --extra-body'
 ROUNDS_METRIC_PATTERN = re.compile(r'^espalier_rounds_by_accept_length_total\{length="(\d+)"\} (\S+)$', re.MULTILINE)
-# The advice for the user, by the status of /v1/models.
+# The advice for the user, by the HTTP status with which the server answers GET /v1/models.
 REMEDY_BY_STATUS = {401: "give the server's key, with --api-key", 404: "correct the path of --url"}
 
 
@@ -55,7 +55,7 @@ class HttpResponse:
     """A response, with the times at which its bytes arrived.  Times are values of perf_counter, in seconds.
 
     sent_at: when the request was sent.  first_at: when the first bytes arrived.  ended_at: when the last bytes arrived.
-    received: all bytes so far, headers included.  arrivals: (time, number of bytes received until then)."""
+    received: all bytes so far, headers included.  arrivals: (time, bytes received until then) of each piece."""
 
     sent_at: float
     first_at: float = 0.0
@@ -69,6 +69,7 @@ class HttpResponse:
 
     @property
     def head(self) -> bytes:
+        """The status line and the headers, in lower case; b"" until they have arrived completely."""
         return bytes(self.received[: max(self.received.find(HEAD_END), 0)]).lower()
 
     @property
@@ -86,14 +87,15 @@ class HttpResponse:
         return b"".join(data for _, data in self._timed_chunks())
 
     def events(self) -> Iterator[tuple[float, bytes]]:
-        """Yields (arrival time of the last byte, data) of each server-sent event."""
+        """Yields (arrival time of the event's last byte, the event's data) for each server-sent event."""
         rest = b""
         for time, data in self._timed_chunks():
             *lines, rest = (rest + data).split(b"\n")
             yield from ((time, line[5:].strip()) for line in lines if line.startswith(b"data:"))
 
     def _timed_chunks(self) -> Iterator[tuple[float, bytes]]:
-        """Yields (arrival time of the last byte, bytes) of each chunk, or of each arrival without chunks."""
+        """Yields (arrival time of the last byte, bytes) of each chunk of the body.  If the response is not chunked, it
+        yields the pieces of data as they arrived."""
         start, arrival_ends = len(self.head) + len(HEAD_END), [size for _, size in self.arrivals]
         if CHUNKED_HEADER not in self.head:
             for time, end in self.arrivals:
@@ -139,7 +141,7 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         if not hasattr(self, "response_future") or self.response_future.done():
             return
-        # The end of a response without content-length and without chunks is the end of the connection.
+        # A response without content-length and without chunks ends when the server closes the connection.
         if self.response.head and CHUNKED_HEADER not in self.response.head and self.response.total_length is None:
             self.response_future.set_result(self.response)
         else:
@@ -164,7 +166,7 @@ def post_request_bytes(path: str, body: Mapping[str, Any], headers: Mapping[str,
 
 @dataclass
 class SentRequest:
-    """One request and its result.  error: why the answer is incomplete, or "".  text: the answer's text."""
+    """One request and its result.  error: why the answer is incomplete; "" if it is complete.  text: of the answer."""
 
     timeline: Timeline
     error: str = ""
@@ -181,7 +183,8 @@ class SentRequest:
 
 @dataclass(frozen=True)
 class LoadTarget:
-    """A server that is measured.  shared_fields: the body fields that all requests share."""
+    """A server that is measured.  shared_fields: the body fields that all requests share.  endpoint: "chat" or
+    "completions".  think_time_s: seconds from an answer to the next turn of the conversation."""
 
     address: Address
     headers: Mapping[str, str]
@@ -225,8 +228,8 @@ class LoadTarget:
 def parse_response(response: HttpResponse, sent_request: SentRequest) -> None:
     """Parse a response into the fields of `sent_request`.
 
-    A chunk has as many tokens as token ids, or one token if the server sends no ids.  If `usage` reports another total,
-    the last chunk gets the difference.
+    A chunk counts as many tokens as it has token ids, or one token if the server sends no ids.  If `usage` reports
+    another total, the number of the last chunk is changed so that the sum is this total.
     """
     if response.status != STATUS_OK:
         sent_request.error = f"status {response.status}: {_error_message(response.body())}"
@@ -259,13 +262,13 @@ def parse_response(response: HttpResponse, sent_request: SentRequest) -> None:
 
 def _text_of_event(event: Mapping[str, Any]) -> str:
     """Returns the text that an event adds to the answer: content, reasoning, or arguments of a tool call."""
-    parts: list[str] = []
+    added_texts: list[str] = []
     for choice in event.get("choices") or ():
         delta = choice.get("delta") or {}
         calls = [call.get("function", {}).get("arguments") for call in delta.get("tool_calls") or ()]
         texts = (choice.get("text"), delta.get("reasoning_content"), delta.get("reasoning"), delta.get("content"))
-        parts += [part for part in (*texts, *calls) if part]
-    return "".join(parts)
+        added_texts += [text for text in (*texts, *calls) if text]
+    return "".join(added_texts)
 
 
 def _num_token_ids(event: Mapping[str, Any]) -> int:
@@ -305,7 +308,8 @@ async def _get_response(address: Address, headers: Mapping[str, str], path: str)
 
 
 async def fetch_rounds(address: Address, headers: Mapping[str, str]) -> Counter[int] | None:
-    """Returns the server's number of rounds by accept length; None for a server without Espalier's metric."""
+    """Returns {accept length: the number of rounds with this accept length} since the server's start.  Returns None for
+    a server that does not report Espalier's metric."""
     try:
         response = await asyncio.wait_for(_get_response(address, headers, "/metrics"), METRICS_TIMEOUT_S)
         counts = ROUNDS_METRIC_PATTERN.findall(response.body().decode()) if response.status == STATUS_OK else []

@@ -23,8 +23,8 @@ MAX_TEMPERATURE = 2.0
 
 
 def dataset_from_flags(args: Namespace) -> list[Conversation] | None:
-    """Returns the conversations of --dataset; None without this flag.  Sets the defaults of the flags that belong to
-    --dataset.  Raises EspalierError."""
+    """Returns the conversations of --dataset; None without this flag.  Sets the flags that belong to --dataset to their
+    defaults, if they were not given.  Raises EspalierError."""
     names = DATASET_FLAGS if getattr(args, "dataset", None) is None else RANDOM_PROMPT_FLAGS
     if given := [name for name in names if getattr(args, name, None) is not None]:
         remedy = (
@@ -53,7 +53,7 @@ def read_conversations(
     """Returns (conversations of a file, number of skipped records).  A record without a user message is skipped.
 
     limit: how many conversations to draw, evenly from the categories; None for all.  output_bounds: the smallest
-    and largest max_tokens of an answer.  seed: for the draws of conversations and of max_tokens.
+    and largest max_tokens of an answer.  seed: seeds the random choice of conversations and of max_tokens.
     Raises EspalierError."""
     rng = random.Random(seed)
     records = [_messages_of_record(location, record) for location, record in read_records("--dataset", path)]
@@ -69,6 +69,7 @@ def read_conversations(
 
 
 def _sampled_records(path: Path, records: Sequence[Any], limit: int, rng: random.Random) -> list[Any]:
+    """Draws `limit` records, evenly from the categories.  records: (category, system message, user messages)."""
     if limit > len(records):
         raise EspalierError(f"--limit={limit} is above the {len(records)} conversations of {path}; lower it")
     by_category: dict[str, list[int]] = {}

@@ -25,24 +25,25 @@ from espalier.terminal.flags import engine_settings, with_minimum
 
 # The number of random texts for a model without a tokenizer.  Long prompts repeat these texts.
 NUM_RANDOM_TEXTS = 64
-# The settings of LLM in which an engine differs from the configured engine.
+# Keywords of LLM that replace those of the configured engine.
 EngineVariant = Mapping[str, Any]
 AS_CONFIGURED: EngineVariant = {}
 PLAIN_DECODING: EngineVariant = {"speculation": None}
 
 
 class Timer(Protocol):
-    """Adds up the time of some part of a step, such as forward passes.  seconds: the sum since the start."""
+    """Adds up the time of one part of the engine's steps, such as the forward passes.  seconds: the sum so far."""
 
     seconds: float
 
 
 @dataclass
 class DriveResult:
-    """The measurements of one batch, from arrival to end.
+    """The measurements of one batch, from the arrival of its requests to their end.
 
-    full_step_times: the seconds of each step whose round had all requests.  forward_seconds: the sum of the times that
-    the timers of `drive` measured in these steps.  traces: the rounds' traces by request id."""
+    seconds: the whole time.  full_step_times: the seconds of each step whose round had all requests.  forward_seconds:
+    the sum of the times that the timers of `drive` measured in these steps.  traces: {request id: a trace of each of
+    its rounds}."""
 
     requests: list[Request]
     seconds: float
@@ -52,10 +53,12 @@ class DriveResult:
 
     @property
     def tokens(self) -> list[list[int]]:
+        """The output token ids of each request."""
         return [request.output for request in self.requests]
 
     @property
     def num_tokens(self) -> int:
+        """The number of output tokens of all requests."""
         return sum(len(request.output) for request in self.requests)
 
     @property
@@ -67,7 +70,8 @@ class DriveResult:
 
 
 def require_one_rank(settings: Mapping[str, Any], command: str) -> None:
-    """Raises EspalierError if the engine has several ranks: `command` rebuilds its engine, and they would end."""
+    """Raises EspalierError if the settings ask for several ranks.  `command` closes and rebuilds its engine, and the
+    other ranks end when the engine closes."""
     if (num_ranks := settings.get("tensor_parallel", 1)) > 1:
         raise EspalierError(f"--tensor-parallel={num_ranks}: {command} measures on one GPU; leave the flag out")
 
@@ -88,7 +92,7 @@ def drive(
     after_step: Callable[[], None] | None = None,
 ) -> DriveResult:
     """Runs prompts as one batch.  timers: measure parts of a step, such as forward passes.  first_tokens: for
-    each prompt, a token that counts as the first token of the output; () for none.  after_step: called after steps."""
+    each prompt, a token id that its output begins with; () for empty outputs.  after_step: called after each step."""
     requests = _make_requests(prompts, params, first_tokens)
     result = DriveResult(requests, 0.0, traces={request.id: [] for request in requests})
     round_traces: list[RoundTrace] = []
@@ -120,7 +124,7 @@ def empty_prefix_cache(engine: Engine) -> None:
 
 
 def full_step_times(results: Sequence[DriveResult]) -> list[float]:
-    """Returns the full_step_times of all runs of one batch.  Raises EspalierError if no step had all requests."""
+    """Joins the full_step_times of all runs of one batch.  Raises EspalierError if no step had all requests."""
     steps = [seconds for run in results for seconds in run.full_step_times]
     if not steps:
         requests = results[0].requests
@@ -131,10 +135,11 @@ def full_step_times(results: Sequence[DriveResult]) -> list[float]:
     return steps
 
 
-def greedy_request(name: str, arrival_index: int, prompt: Sequence[int], num_tokens: int) -> Request:
-    """Returns a greedy request with num_tokens output tokens.  arrival_index: the number by arrival, also the seed."""
+def greedy_request(request_id: str, arrival_index: int, prompt: Sequence[int], num_tokens: int) -> Request:
+    """Returns a greedy request that generates num_tokens tokens.  arrival_index: the request's place in the order of
+    arrival, which is also its seed."""
     params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True).resolve({}, ())
-    return Request(name, list(prompt), params, seed=arrival_index, arrival_index=arrival_index)
+    return Request(request_id, list(prompt), params, seed=arrival_index, arrival_index=arrival_index)
 
 
 def _make_requests(
@@ -164,25 +169,25 @@ def heldout_texts() -> list[dict[str, str]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def heldout_tokens(llm: LLM, count: int | None = None) -> list[tuple[list[int], list[int]]]:
-    """Returns (prompt, reference) of the first `count` held-out texts, as token ids; None for all texts.
+def heldout_tokens(llm: LLM, num_texts: int | None = None) -> list[tuple[list[int], list[int]]]:
+    """Returns (prompt, reference) of the first `num_texts` held-out texts, as token ids; None for all texts.
 
-    For a model without a tokenizer, the tokens are random.  Raises EspalierError if there are fewer texts than `count`.
+    For a model without a tokenizer, the tokens are random.  Raises EspalierError if there are fewer held-out texts.
     """
     if llm.tokenizer is not None:
-        if count is not None and count > len(heldout_texts()):
-            raise EspalierError(f"--prompts={count} is not supported; there are {len(heldout_texts())} held-out texts")
-        return [
-            split_tokens(llm.tokenizer.encode, entry["prompt"], entry["reference"]) for entry in heldout_texts()[:count]
-        ]
-    generator = torch.Generator().manual_seed(0)
-    rows = torch.randint(0, llm.model_config.vocab_size, (count or NUM_RANDOM_TEXTS, 192), generator=generator).tolist()
+        texts = heldout_texts()
+        if num_texts is not None and num_texts > len(texts):
+            raise EspalierError(f"--prompts={num_texts} is not supported; there are {len(texts)} held-out texts")
+        encode = llm.tokenizer.encode
+        return [split_tokens(encode, text["prompt"], text["reference"]) for text in texts[:num_texts]]
+    size, generator = (num_texts or NUM_RANDOM_TEXTS, 192), torch.Generator().manual_seed(0)
+    rows = torch.randint(0, llm.model_config.vocab_size, size, generator=generator).tolist()
     return [(tokens[:128], tokens[128:]) for tokens in rows]
 
 
 def split_tokens(encode: Callable[[str], list[int]], prompt: str, reference: str) -> tuple[list[int], list[int]]:
-    """Tokenizes prompt + reference as one text, because a token may span the end of the prompt.  Returns two parts.
-    The first part is the longest common prefix with the tokens of the prompt alone, but at least one token."""
+    """Tokenizes prompt + reference as one text, because a token may span the end of the prompt.  Returns its tokens in
+    two parts: the longest common prefix with the tokens of the prompt alone (at least one token), and the rest."""
     prompt_tokens, all_tokens = encode(prompt), encode(prompt + reference)
     pairs = zip(prompt_tokens, all_tokens, strict=False)
     num_shared = next((i for i, (left, right) in enumerate(pairs) if left != right), len(prompt_tokens))
@@ -201,7 +206,7 @@ def heldout_prompts(llm: LLM, num_prompts: int, length: int) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class BenchEngine:
-    """An LLM with its running engine.  make_prompts: returns prompts of the given lengths, as token ids."""
+    """An LLM with its running engine.  make_prompts: takes prompt lengths, and returns a prompt (token ids) of each."""
 
     llm: LLM
     make_prompts: Callable[[Sequence[int]], list[list[int]]]
@@ -216,7 +221,7 @@ class BenchEngine:
 
 
 class BenchEngines(Protocol):
-    """Opens engines of one model.  settings: the keywords of LLM.  max_positions: the model's number of positions."""
+    """Opens engines of one model.  settings: the keywords of LLM.  max_positions: the longest context of the model."""
 
     settings: Mapping[str, Any]
 
@@ -236,7 +241,7 @@ class BenchEngines(Protocol):
 
 
 class ModelEngines:
-    """The BenchEngines of a model with files.  settings: the keywords of LLM."""
+    """The BenchEngines of a model that is loaded from files.  settings: the keywords of LLM."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self.settings = settings
@@ -252,23 +257,23 @@ class ModelEngines:
     def open(self, variant: EngineVariant = AS_CONFIGURED) -> Iterator[BenchEngine]:
         with LLM(**{**self.settings, **variant}) as llm:
 
-            def prompts(lengths: Sequence[int]) -> list[list[int]]:
+            def make_prompts(lengths: Sequence[int]) -> list[list[int]]:
                 longest = heldout_prompts(llm, len(lengths), max(lengths))
                 return [prompt[:length] for prompt, length in zip(longest, lengths, strict=True)]
 
-            yield BenchEngine(llm, prompts)
+            yield BenchEngine(llm, make_prompts)
 
 
 def variants_to_compare(engines: BenchEngines) -> dict[str, EngineVariant]:
-    """Returns the engine variants to compare, by name: with the tree, and plain decoding."""
+    """Returns {name: engine variant} of the variants to compare: with the configured tree, and plain decoding."""
     return (
         {"tree": AS_CONFIGURED, "plain": PLAIN_DECODING} if engines.config().layout.steps else {"plain": PLAIN_DECODING}
     )
 
 
 def require_positions(max_positions: int, num_needed: int, *flags: str) -> None:
-    """Raises EspalierError if a request of `num_needed` tokens exceeds the model's `max_positions`.  flags: the flags
-    with their values, for the error message."""
+    """Raises EspalierError if a request needs more tokens than the model has positions.  num_needed: the tokens of the
+    longest request.  flags: the flags that ask for them, with their values, for the error message."""
     if num_needed > max_positions:
         raise EspalierError(
             f"{' and '.join(flags)} need {num_needed} tokens a request, and the model takes at most {max_positions}; "
@@ -279,8 +284,8 @@ def require_positions(max_positions: int, num_needed: int, *flags: str) -> None:
 def engines_of(args: Namespace, defaults: Mapping[str, Any], **minimums: int) -> BenchEngines:
     """Returns engines of the model that the flags name.
 
-    defaults: for settings that are "auto".  minimums: the smallest allowed value by setting.  Raises EspalierError for
-    a smaller value."""
+    defaults: values for settings that are "auto".  minimums: the smallest allowed value of a setting.  Raises
+    EspalierError for a smaller value."""
     require_writable("--json", args.json)
     engines = ModelEngines(with_minimum(engine_settings(args), defaults, **minimums))
     print_header()

@@ -17,7 +17,7 @@ POISSON, FIXED, BURSTS = "poisson", "fixed", "bursts"
 CHAT, COMPLETIONS = "chat", "completions"
 # Flags of `bench load` that need a --url.
 SERVER_FLAGS = ("endpoint", "token_ids", "ttft_limit", "itl_limit", "timeout", "extra_body", "api_key", "plot")
-# Flags for random prompts, which --dataset excludes, and flags that need --dataset.
+# Flags for random prompts, which are refused together with --dataset, and flags that need --dataset.
 RANDOM_PROMPT_FLAGS = ("requests", "input", "token_ids", "prefixes", "prefix_length", "turns")
 DATASET_FLAGS = ("limit", "sample_seed", "thinking", "temperature")
 # The weight formats of --shapes (espalier/models/quantisers.py) for a target, and for a draft, which has no experts.
@@ -28,6 +28,7 @@ LINEARS, EXPERTS = "linears", "experts"
 
 
 def load(parser: ArgumentParser) -> None:
+    """Adds the flags of `espalier bench load`."""
     add_json_flag(parser)
     add_load_flags(parser)
     servers = parser.add_argument_group("running servers, in place of an engine (lengths are words, not tokens)")
@@ -36,7 +37,7 @@ def load(parser: ArgumentParser) -> None:
 
 
 def add_load_flags(parser: ArgumentParser, requests: str = "8", inputs: str = "16,128", outputs: str = "16,64") -> None:
-    """Adds the flags of a load and of its arrivals.  requests, inputs, outputs: the defaults that help texts show."""
+    """Adds the flags of a load.  requests, inputs, outputs: defaults of three of the flags, for their help texts."""
     add = parser.add_argument
     add("--requests", type=int, metavar="N", help=f"requests, or conversations ({requests}; of a server 64)")
     add("--input", type=parse_bounds, metavar="N,N", help=f"shortest and longest prompt ({inputs}; of a server 16,64)")
@@ -61,7 +62,7 @@ def add_load_flags(parser: ArgumentParser, requests: str = "8", inputs: str = "1
 
 
 def refuse_unused_load_flags(args: Namespace) -> None:
-    """Raises EspalierError for a flag of `add_load_flags` that needs another flag."""
+    """Raises EspalierError for a flag of `add_load_flags` without the flag that it needs."""
     needs = (
         ("think", "--turns", args.turns or args.dataset),
         ("prefix_length", "--prefixes", args.prefixes),
@@ -124,6 +125,7 @@ def add_server_flags(group: Any) -> None:
 
 
 def choose(parser: ArgumentParser) -> None:
+    """Adds the flags of `espalier bench choose`."""
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the table of trees there")
     parser.add_argument(
         "--candidates",
@@ -149,6 +151,7 @@ def choose(parser: ArgumentParser) -> None:
 
 
 def doctor(parser: ArgumentParser) -> None:
+    """Adds the flags of `espalier doctor`."""
     tuning = parser.add_argument_group("linear layers and experts")
     tuning.add_argument(
         "--tune",

@@ -26,12 +26,12 @@ Shape = tuple[int, int]
 
 @dataclass(frozen=True)
 class ProductGroup:
-    """A run of equal products: `num_weights` weights [out, in], each multiplied with `num_rows` rows.
+    """Equal products of a pass: `num_weights` weights of shape [out, in], each multiplied with `num_rows` rows.
 
     num_heads: if above 1, a weight is [heads, out, in], and a batched product multiplies each head with its own rows.
     weight_format: "dense", or a name in espalier/models/quantisers.py:QUANTISERS.
     experts: for a router, the experts that it chooses from; None for other layers.
-    first_weight: index of the run's first weight among all weights of this name and shape."""
+    first_weight: index of the group's first weight among all weights of this name and shape."""
 
     name: str
     shape: Shape
@@ -44,7 +44,7 @@ class ProductGroup:
 
     @property
     def weight_bytes(self) -> float:
-        """The bytes of all weights of the run.  Dense weights have two bytes a number."""
+        """The bytes of all weights of the group.  Dense weights have two bytes a number."""
         return value_bytes(self.weight_format) * self.num_weights * self.num_heads * self.shape[0] * self.shape[1]
 
     @property
@@ -53,13 +53,13 @@ class ProductGroup:
 
     @property
     def expert_bytes(self) -> float:
-        """The bytes of all experts that get rows from the routers of this run."""
+        """The bytes of all experts that get rows from the routers of this group."""
         experts = self.experts
         return 0 if experts is None else self.num_weights * experts.active_experts(self.num_rows) * experts.expert_bytes
 
 
 def value_bytes(weight_format: str) -> float:
-    """Returns the bytes of one value of a weight, with a share of its group's scale.  Other scales are not counted."""
+    """Returns the bytes of one value of a weight, and of its share of a group's scale.  Other scales do not count."""
     scales = {"int4": 2 / GROUP_SIZE, "nvfp4": 1 / NVFP4_GROUP_SIZE, "mxfp4": 1 / MXFP4_BLOCK_SIZE}
     return 0.5 + scales[weight_format] if weight_format in scales else 2 if weight_format == DENSE else 1
 
@@ -83,10 +83,8 @@ class ExpertSizes:
 
 @dataclass(frozen=True)
 class RoutedExperts:
-    """The experts of a router.
-
-    weight_format: the experts' format, see ProductGroup.  mean_active_experts: how many of a layer's experts get rows
-    on average; None: as many as with uniform routing."""
+    """The experts of a router.  weight_format: see ProductGroup.  mean_active_experts: how many experts of a layer get
+    rows, on average over passes; None for as many as with uniform routing."""
 
     sizes: ExpertSizes
     weight_format: str = DENSE
@@ -106,8 +104,7 @@ class RoutedExperts:
 class MTPSizes:
     """The sizes of the modules of an MTP draft.  Embeddings do not count, because a pass reads only a few rows of them.
 
-    layer_shape: of one module's decoder layer.  has_own_heads: whether each module has its own lm_head; False if all
-    modules use the target's lm_head."""
+    layer_shape: sizes of one module's decoder layer.  has_own_heads: if False, modules use the target's lm_head."""
 
     num_modules: int
     layer_shape: "ModelShape"
@@ -117,7 +114,7 @@ class MTPSizes:
 @dataclass(frozen=True)
 class BlockSizes:
     """The sizes of a block draft.  layers_shape: the sizes of all its layers.  block_rows: the rows of its one
-    pass.  markov_rank, markov_head_type: see BlockConfig."""
+    pass, for each request.  markov_rank, markov_head_type: see BlockConfig."""
 
     layers_shape: "ModelShape"
     block_rows: int
@@ -125,19 +122,20 @@ class BlockSizes:
     markov_head_type: MarkovHeadType = "vanilla"
 
     def edge_products(self, batch: int, steps: int, topk: int, draft_vocab: int) -> "tuple[ProductGroup, ...]":
-        """Returns the products of the draft's Markov head, which scores edges (kernels/tree/edges.py): one product over
-        the block's hidden states, then two for each depth.  The first depth has one row for each request, its root.
-        Other depths have topk rows.  All depths share the weights."""
-        rank, (num_parts, num_inputs) = self.markov_rank, MARKOV_PROJECTION_SIZES[self.markov_head_type]
-        runs = [ProductGroup("draft edge hidden", (num_parts * rank, self.layers_shape.hidden_size), 1, batch * steps)]
+        """Returns the products of the draft's Markov head (kernels/tree/edges.py): one product over the block's hidden
+        states, then two for each of the tree's `steps` depths, with the same weights.  The first depth has one row for
+        each request, the root.  Other depths have topk rows for each request."""
+        rank, hidden_size = self.markov_rank, self.layers_shape.hidden_size
+        num_parts, num_inputs = MARKOV_PROJECTION_SIZES[self.markov_head_type]
+        groups = [ProductGroup("draft edge hidden", (num_parts * rank, hidden_size), 1, batch * steps)]
         # At the first depth, an RNN head has no earlier state to read.
-        for count, num_read in [(batch, min(num_inputs, 1)), *[(batch * topk, num_inputs)] * (steps - 1)]:
-            runs.append(ProductGroup("draft edge factors", (num_parts * rank, num_read * rank), 1, count))
-            runs.append(ProductGroup("draft edges", (draft_vocab, rank), 1, count))
-        return tuple(run for run in runs if run.weight_bytes)
+        for num_rows, num_read in [(batch, min(num_inputs, 1)), *[(batch * topk, num_inputs)] * (steps - 1)]:
+            groups.append(ProductGroup("draft edge factors", (num_parts * rank, num_read * rank), 1, num_rows))
+            groups.append(ProductGroup("draft edges", (draft_vocab, rank), 1, num_rows))
+        return tuple(group for group in groups if group.weight_bytes)
 
     def context_products(self, rows: int) -> "tuple[ProductGroup, ...]":
-        """Returns the K and V projections of `rows` context rows."""
+        """Returns the products that project `rows` context rows to the K and V of all layers."""
         layers = self.layers_shape
         columns = layers.layer_specs[0].cache_spec.values_per_token
         return (layers._product("draft context", (columns, layers.hidden_size), layers.num_layers, rows),)
@@ -149,7 +147,7 @@ class ModelShape:
     layer_specs: the heads and cache rows of each layer.  latent: the sizes of latent attention; None without it.
     experts: the sizes of the experts in the last layers; None for a dense model.
     draft_vocab_size: rows of the draft's lm_head.  num_captured_layers: how many target layers the draft reads.
-    draft: sizes of an EAGLE head's layer; None if they equal the target's.  mtp, block: None for an EAGLE head.
+    draft: sizes of an EAGLE head's layer; None if they equal the target's.  mtp, block: sizes of an MTP or block draft.
     weight_format: the format of these layers' matrices (ProductGroup).  is_draft: whether these are a draft's layers.
     gates_attention: whether attention has a gate as wide as its queries.
     one_block_layers: whether a layer is only a mixer or only experts (Nemotron-H)."""
@@ -210,7 +208,7 @@ class ModelShape:
         return (*fuse, *draft.slice_layers(0, 1)._layer_products("draft ", 2 * draft.hidden_size, rows), *head)
 
     def block_pass(self, batch: int, steps: int, topk: int) -> tuple[ProductGroup, ...]:
-        """Returns the products of a block draft's pass: layers, the lm_head over one row a depth, the Markov head."""
+        """Returns the products of a block draft's pass: layers, lm_head over one row for each depth, Markov head."""
         block = self.block
         assert block is not None
         layers = block.layers_shape._layer_products("draft ", block.layers_shape.hidden_size, batch * block.block_rows)
@@ -218,11 +216,11 @@ class ModelShape:
         return (*layers, self._own_lm_head(batch * steps), *edges)
 
     def extend_passes(self, rows: int) -> tuple[ProductGroup, ...]:
-        """Returns the products of a draft's extend pass, without lm_head; of a block draft, only K and V."""
+        """Returns a draft's products for `rows` accepted tokens, without lm_head: of a block draft, only K and V."""
         if self.block is not None:
             return (self._fusion_product(self.block.layers_shape, rows), *self.block.context_products(rows))
         passes = [self.draft_pass(rows, 0, rows, module) for module in range(1, self.num_draft_modules + 1)]
-        return tuple(run for products in passes for run in products)
+        return tuple(group for products in passes for group in products)
 
     @property
     def num_draft_modules(self) -> int:
@@ -239,21 +237,21 @@ class ModelShape:
         return self.draft or replace(self, layer_specs=first_layer, experts=None, weight_format=DENSE, is_draft=True)
 
     def matrix_shapes(self, weight_format: str = DENSE) -> tuple[Shape, ...]:
-        """Returns the different shapes of all linear layers with this weight format, in the order of a round.  Left
-        out are batched products, and the projections of the Markov head, which have their own kernel."""
+        """Returns the different shapes of all linear layers with this weight format, in the order in which they
+        run.  Batched products are left out, and so are the projections of the Markov head (another kernel)."""
         draft = self.draft_pass(1, fused_rows=1)
         if self.block is not None:
             draft = (*self.block_pass(1, 1, 1), *self.extend_passes(1))
-        runs = (run for run in (*self.target_pass(1), *draft) if run.name != "draft edge factors")
-        shapes = (run.shape for run in runs if run.num_heads == 1 and run.weight_format == weight_format)
+        groups = (group for group in (*self.target_pass(1), *draft) if group.name != "draft edge factors")
+        shapes = (group.shape for group in groups if group.num_heads == 1 and group.weight_format == weight_format)
         return tuple(dict.fromkeys(shapes))
 
     def _layer_products(self, prefix: str, input_columns: int, rows: int) -> tuple[ProductGroup, ...]:
-        """Returns the products of all layers, dense layers first, equal layers in one run."""
-        # A sliding window does not change a layer's products.
+        """Returns the products of all layers, dense layers first, one group for layers that are equal but for the
+        sliding window.  prefix: begins their names.  input_columns: the input size of a layer's first product."""
         specs = [replace(spec, window=None) for spec in self.layer_specs]
         layer_counts = Counter((i < self.num_dense_layers, spec) for i, spec in enumerate(specs))
-        runs, num_earlier_weights = list[ProductGroup](), Counter[tuple[str, Shape]]()
+        groups, num_earlier_weights = list[ProductGroup](), Counter[tuple[str, Shape]]()
         for (is_dense, spec), count in layer_counts.items():
             mlp = (
                 self._mlp_products(prefix, self.intermediate_size, count, rows)
@@ -262,10 +260,10 @@ class ModelShape:
             )
             if self.one_block_layers and spec.cache_spec != NO_MIXING:
                 mlp = ()
-            for run in (*self._attention_products(prefix, input_columns, spec, count, rows), *mlp):
-                runs.append(replace(run, first_weight=num_earlier_weights[run.name, run.shape]))
-                num_earlier_weights[run.name, run.shape] += count
-        return tuple(runs)
+            for group in (*self._attention_products(prefix, input_columns, spec, count, rows), *mlp):
+                groups.append(replace(group, first_weight=num_earlier_weights[group.name, group.shape]))
+                num_earlier_weights[group.name, group.shape] += count
+        return tuple(groups)
 
     def _attention_products(
         self, prefix: str, input_columns: int, spec: LayerSpec, num_layers: int, rows: int
@@ -338,12 +336,12 @@ class ModelShape:
         )
 
     def _product(self, name: str, shape: Shape, num_layers: int, rows: int) -> ProductGroup:
-        """Returns a run with quantised weights if the format can store this matrix, else with dense weights."""
+        """Returns a group with quantised weights if the format can store this matrix, else with dense weights."""
         weight_format = self.weight_format if self._quantises(name, shape[1]) else DENSE
         return ProductGroup(name, shape, num_layers, rows, weight_format=weight_format)
 
     def _quantises(self, name: str, columns: int) -> bool:
-        """Returns whether the format can store a matrix.  name: a ProductGroup's; its last word names the matrix."""
+        """Returns whether the format can store a matrix.  name: of its ProductGroup, ends with the matrix's name."""
         if self.weight_format == DENSE:
             return False
         quantiser = QUANTISERS[self.weight_format]
@@ -363,6 +361,7 @@ class ModelShape:
         return router, *([gate] if experts.has_shared_gate else ()), *(shared if experts.shared_size else ())
 
     def _fusion_product(self, draft: "ModelShape", rows: int) -> ProductGroup:
+        """Returns the product of fc, by which the draft joins the hidden states of several target layers."""
         return draft._product("draft fc", (draft.hidden_size, self.num_captured_layers * self.hidden_size), 1, rows)
 
     def _own_lm_head(self, rows: int) -> ProductGroup:
@@ -429,7 +428,7 @@ def module_sizes(config: MTPConfig) -> ModelShape:
 
 
 def with_draft(target: ModelShape, draft: DraftConfig, weight_format: str = DENSE) -> ModelShape:
-    """Returns the target's sizes with the draft's sizes.  weight_format: of the draft (ProductGroup)."""
+    """Returns the target's sizes with the draft's sizes.  weight_format: the draft's, see ProductGroup."""
     spec = draft.spec
     if isinstance(draft, MTPConfig):
         module = replace(module_sizes(draft), weight_format=weight_format, is_draft=True)

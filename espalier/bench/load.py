@@ -46,7 +46,7 @@ class Load:
 
     @property
     def max_tokens(self) -> int:
-        """The tokens of the longest conversation, outputs included."""
+        """The number of tokens of the longest conversation, outputs included."""
         talks = map(self.load_of_conversation, range(self.num_conversations))
         return self.shared_prefix_tokens + max(sum(talk.input_lengths + talk.output_lengths) for talk in talks)
 
@@ -56,18 +56,20 @@ class Load:
         return self.prefix_tokens if self.num_prefixes else 0
 
     def load_of_conversation(self, index: int) -> "Load":
+        """Returns the lengths of one conversation, without its shared beginning."""
         turns = slice(index * self.num_turns, (index + 1) * self.num_turns)
         return Load(self.input_lengths[turns], self.output_lengths[turns], self.num_turns)
 
     def user_texts(self, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Returns the users' tokens of each conversation, with shared beginnings.  prompts: see prompt_lengths."""
+        """Returns the users' token ids of each conversation, with its shared beginning.  prompts: random token ids, of
+        the lengths in prompt_lengths."""
         beginnings = [list(prompt[: self.prefix_tokens]) for prompt in prompts[: self.num_prefixes]]
         texts = prompts[self.num_prefixes :]
         return [[*(beginnings[i % self.num_prefixes] if beginnings else ()), *text] for i, text in enumerate(texts)]
 
     @property
     def prompt_lengths(self) -> list[int]:
-        """Returns the lengths of the prompts that `user_texts` takes, in tokens."""
+        """The lengths, in tokens, of the prompts that `user_texts` takes."""
         lengths = [sum(self.load_of_conversation(i).input_lengths) for i in range(self.num_conversations)]
         return [self.prefix_tokens] * self.num_prefixes + lengths
 
@@ -75,14 +77,14 @@ class Load:
 def random_load(
     count: int, input_bounds: tuple[int, int], output_bounds: tuple[int, int], num_turns: int = 1, **load_fields: Any
 ) -> Load:
-    """Returns a load of `count` conversations.  Lengths are drawn uniformly between the bounds, both included.
-    load_fields: further fields of Load."""
+    """Returns a load of `count` conversations.  The lengths of inputs and outputs are drawn uniformly between the
+    bounds, both included.  load_fields: further fields of Load."""
     generator = torch.Generator().manual_seed(0)
 
-    def drawn(low: int, high: int) -> tuple[int, ...]:
+    def draw_lengths(low: int, high: int) -> tuple[int, ...]:
         return tuple(torch.randint(low, high + 1, (count * num_turns,), generator=generator).tolist())
 
-    return Load(drawn(*input_bounds), drawn(*output_bounds), num_turns, **load_fields)
+    return Load(draw_lengths(*input_bounds), draw_lengths(*output_bounds), num_turns, **load_fields)
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,8 @@ class Arrivals:
 
 @dataclass
 class Timeline:
-    """The times of one request.  planned_at: the arrival time.  chunks: (time, tokens) of each output chunk."""
+    """The times of one request, in seconds on perf_counter's clock.  planned_at: when it should arrive.  chunks: for
+    each output chunk, (when it arrived, its number of tokens)."""
 
     planned_at: float
     chunks: list[tuple[float, int]] = field(default_factory=list)
@@ -139,8 +142,9 @@ class Timeline:
 class LaunchTimes:
     """An observer of the engine that measures how a load's time is spent.  It also calls the engine's former observer.
 
-    seconds_by_kind: the seconds of "prefill", "rounds" and "idle".  A step counts for the launch whose result was read.
-    num_target_rows: rows of the target's passes, with the padding of prefill passes, without the padding of rounds."""
+    seconds_by_kind: the seconds of "prefill", "rounds" and "idle".  A step counts for the kind of the launch whose
+    result it reads.  num_target_rows: rows (tokens) that the target computed, with the padding of prefill passes, but
+    without the padding of rounds."""
 
     def __init__(self, engine: Engine) -> None:
         self.layout = engine.layout
@@ -167,14 +171,14 @@ class LaunchTimes:
             self.former_observer.before_result(handle)
 
     def add_seconds(self, seconds: float) -> None:
-        """Add the seconds of a step, or of a wait for requests."""
+        """Adds the seconds of a step, or of a wait for the next request, to their kind."""
         kind = self._launch_kind or (self._unread_kinds[0] if self._unread_kinds else "idle")
         self.seconds_by_kind[kind] += seconds
         self._launch_kind = None
 
 
 class AnsweredRequest(NamedTuple):
-    """The figures of one answered request.  num_tokens: of the output.  num_rounds: None if not known."""
+    """The figures of one answered request.  num_tokens: the output tokens.  num_rounds: None if not known."""
 
     category: str
     timeline: Timeline
@@ -185,13 +189,13 @@ class AnsweredRequest(NamedTuple):
 def figures_by_category(answers: Sequence[AnsweredRequest]) -> dict[str, dict[str, Any]]:
     """Returns the figures of each category of requests.
 
-    step_ms: the mean time from one round of a request to its next round.  tokens_per_second: of one request after its
-    first chunk.
+    step_ms: the mean time from one round of a request to its next round.  tokens_per_second: the mean speed of one
+    request, after its first chunk.
     """
-    groups: dict[str, list[AnsweredRequest]] = {}
+    answers_by_category: dict[str, list[AnsweredRequest]] = {}
     for answer in answers:
-        groups.setdefault(answer.category, []).append(answer)
-    return {category: _figures_of_category(group) for category, group in groups.items()}
+        answers_by_category.setdefault(answer.category, []).append(answer)
+    return {category: _figures_of_category(group) for category, group in answers_by_category.items()}
 
 
 def _figures_of_category(answers: Sequence[AnsweredRequest]) -> dict[str, Any]:
@@ -237,8 +241,8 @@ class LoadResult:
         """Returns the figures of the report.
 
         cached_share: the share of the prompt tokens that came from the prefix cache.  outputs_hash: a hash of all
-        outputs, sorted by Request.arrival_index.  wasted_rows: the share of the target's rows that neither computed
-        a prompt token nor gave an output token.
+        outputs, sorted by Request.arrival_index.  wasted_rows: the share of the target's rows (tokens in its passes)
+        that neither computed a prompt token nor gave an output token.
         """
         tokens_out = sum(len(request.output) for request in self.requests)
         tokens_in = sum(len(request.prompt) for request in self.requests)
@@ -288,7 +292,7 @@ def percentiles(seconds: Sequence[float]) -> dict[str, float] | None:
 
 
 class BenchConversations(Protocol):
-    """The conversations of a load.  think_s: seconds from an answer to the next turn."""
+    """The conversations of a load, numbered by `index`.  think_s: seconds from an answer to the next turn."""
 
     @property
     def num_conversations(self) -> int: ...
@@ -301,13 +305,14 @@ class BenchConversations(Protocol):
     def num_turns(self, index: int) -> int: ...
 
     def next_request(self, index: int, earlier: Sequence[Request]) -> Request:
-        """Returns the next request of a conversation.  earlier: the conversation's requests before."""
+        """Returns the next request of a conversation.  earlier: the answered requests of its earlier turns."""
         ...
 
 
 @dataclass(frozen=True)
 class RandomConversations:
-    """The conversations of a Load.  Requests are greedy, with answers of full length.  texts: from Load.user_texts."""
+    """The conversations of a Load.  Requests are greedy, and their outputs have exactly the lengths in the Load.
+    texts: from Load.user_texts."""
 
     load: Load
     texts: Sequence[Sequence[int]]
@@ -336,20 +341,21 @@ class RandomConversations:
 
 
 def serve_random(engine: Engine, prompts: Sequence[Sequence[int]], load: Load, arrivals: Arrivals) -> LoadResult:
-    """Run a load with greedy requests of full output length.  prompts: of load.prompt_lengths tokens."""
+    """Runs a load with greedy requests.  prompts: random token ids, of the lengths in load.prompt_lengths."""
     return serve_conversations(engine, RandomConversations(load, load.user_texts(prompts)), arrivals)
 
 
 def serve_conversations(engine: Engine, conversations: BenchConversations, arrivals: Arrivals) -> LoadResult:
-    """Run conversations until all have ended."""
+    """Runs conversations until all have ended."""
     launch_times, started_at = LaunchTimes(engine), perf_counter()
     arrival_times = [started_at + at for at in arrivals.arrival_times(conversations.num_conversations)]
     timelines: list[Timeline] = []
     requests: list[Request] = []
     categories: list[str] = []
     earlier_requests: list[list[Request]] = [[] for _ in range(conversations.num_conversations)]
-    # For each conversation: (the time of its next turn, its index).
+    # A heap of the conversations that wait for their next turn: (time of the turn, index of the conversation).
     waiting = [(arrival_times[i], i) for i in range(conversations.num_conversations)]
+    # {id of a request in progress: (index of the request, index of its conversation)}
     running: dict[str, tuple[int, int]] = {}
     max_running = arrivals.concurrency or conversations.num_conversations
     engine.observer, counted_until = launch_times, perf_counter()

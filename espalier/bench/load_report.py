@@ -1,6 +1,6 @@
-"""`espalier bench load`: runs a load on an engine with the tree and on one without, or on servers.
+"""`espalier bench load`: runs a load on an engine with tree speculation and on an engine without, or on servers.
 
-It reports tokens a second, latencies, how the time was spent, and the share of wasted rows.
+It reports tokens a second, latencies, how the time was spent, and the share of tokens that the target ran in vain.
 """
 
 from argparse import Namespace
@@ -98,6 +98,7 @@ class DatasetConversations:
         return request
 
     def _prompt_tokens(self, conversation: Conversation, answers: Sequence[str]) -> list[int]:
+        """Returns the prompt of the turn that follows `answers`, the model's answers in the earlier turns."""
         if not self.has_template:
             return self.tokenizer.encode(plain_prompt(conversation, answers))
         return self.llm.chat_prompt(
@@ -116,7 +117,7 @@ class DatasetConversations:
 
 
 def run(args: Namespace, engines_of: Callable[..., BenchEngines] = engines_of) -> int:
-    """Runs the command.  engines_of: opens engines, like espalier/bench/drive.py:engines_of."""
+    """Runs the command `espalier bench load`.  engines_of: see espalier/bench/drive.py:engines_of."""
     refuse_unused_load_flags(args)
     if args.url:
         if given := [name for name in given_flags(args) if name != "model"]:
@@ -125,28 +126,28 @@ def run(args: Namespace, engines_of: Callable[..., BenchEngines] = engines_of) -
         return open_loop.run(args)
     if given := [name for name in SERVER_FLAGS if getattr(args, name) is not None]:
         raise EspalierError(f"{flag_of(given[0])} is for a running server; give its --url too")
-    talks = datasets.dataset_from_flags(args)
-    load = _load_of_flags(args) if talks is None else None
+    dataset = datasets.dataset_from_flags(args)
+    load = _load_of_flags(args) if dataset is None else None
     require_writable("--markdown", args.markdown)
     results, config = {}, None
-    for name, cells in _results_by_variant(args, load, talks, engines_of):
+    for name, cells in _results_by_variant(args, load, dataset, engines_of):
         results[name], config = cells, config or cells[0][1]
     assert config is not None
     figures = {name: [result.figures() for result, _ in cells] for name, cells in results.items()}
     pairs = _rates_and_temperatures(args)
     cells = [{name: by_pair[i] for name, by_pair in figures.items()} for i in range(len(pairs))]
     report = {"command": command_line(), "config": config.as_dict(), "concurrency": args.concurrency}
-    if talks is not None:
+    if dataset is not None:
         report["dataset"] = {name: json_value(getattr(args, name)) for name in ("dataset", "output", *DATASET_FLAGS)}
     names = [{"rate": rate, "temperature": temperature} for rate, temperature in pairs]
     write_json(args.json, {**report, "cells": [{**name, **cell} for name, cell in zip(names, cells, strict=True)]})
     tables = []
     for (rate, temperature), cell in zip(pairs, cells, strict=True):
         title = "" if rate is None else f"{rate:g} a second"
-        if talks is not None:
+        if dataset is not None:
             title = f"{title}, temperature {temperature:g}".removeprefix(", ")
         tables.append(_table_rows(title, cell))
-        if talks is not None:
+        if dataset is not None:
             tables += [category_table(f"{title}, {name}", values["categories"]) for name, values in cell.items()]
     write_markdown(args.markdown, tables)
     for table in tables:
@@ -178,9 +179,9 @@ def _load_of_flags(args: Namespace) -> Load:
 
 
 def _results_by_variant(
-    args: Namespace, load: Load | None, talks: Sequence[Conversation] | None, engines_of: Callable[..., BenchEngines]
+    args: Namespace, load: Load | None, dataset: Sequence[Conversation] | None, engines_of: Callable[..., BenchEngines]
 ) -> Any:
-    """Yields (name of an engine variant, (result, config) of each rate and temperature)."""
+    """Yields (name of an engine variant, [(result, config) for each pair of rate and temperature])."""
     engines = engines_of(args, {}, **({} if load is None else {"max_context": load.max_tokens}))
     if load is not None:
         length_flags = (
@@ -192,12 +193,12 @@ def _results_by_variant(
     for name, variant in variants_to_compare(engines).items():
         with engines.open(variant) as bench:
 
-            def conversations(temperature: float, bench: BenchEngine = bench) -> BenchConversations:
+            def conversations_at(temperature: float, bench: BenchEngine = bench) -> BenchConversations:
                 if load is not None:
                     return RandomConversations(load, load.user_texts(bench.make_prompts(load.prompt_lengths)))
-                return DatasetConversations(bench.llm, talks or (), temperature, args.thinking, think)
+                return DatasetConversations(bench.llm, dataset or (), temperature, args.thinking, think)
 
-            by_temperature = {temperature: conversations(temperature) for temperature in args.temperature}
+            by_temperature = {temperature: conversations_at(temperature) for temperature in args.temperature}
             _warm_up(bench, load, args.concurrency or next(iter(by_temperature.values())).num_conversations)
             cells: list[tuple[LoadResult, ResolvedConfig]] = []
             for rate, temperature in _rates_and_temperatures(args):
@@ -215,7 +216,7 @@ def _warm_up(bench: BenchEngine, load: Load | None, batch_size: int) -> None:
 
 
 def _table_rows(title: str, figures: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
-    """Returns the rows of the table.  figures: by engine variant."""
+    """Returns the rows of a table with a column for each engine variant.  figures: {variant: its figures by name}."""
     rows = [[title, *figures]]
     rows += [
         [name.replace("_", " "), *(form.format(each[name]) for each in figures.values())]

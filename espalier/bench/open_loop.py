@@ -55,7 +55,7 @@ DEFAULT_FLAGS: Mapping[str, Any] = MappingProxyType(
 
 @dataclass(frozen=True)
 class LatencyLimits:
-    """Limits in ms; None for no limit.  ttft: of the time to the first token.  itl: of a later token's mean time."""
+    """Limits in ms; None for no limit.  ttft: of the time to the first token.  itl: of the mean time between tokens."""
 
     ttft: float | None
     itl: float | None
@@ -69,8 +69,8 @@ class LatencyLimits:
 class OpenLoopResult:
     """The results of one server at one rate.  rate: None if a fixed number of conversations was in progress.
 
-    seconds: from the first arrival to the last answer.  rounds_by_length: the number of rounds in this time, by
-    accept length; None if the server does not report them.  limits: for the goodput."""
+    seconds: from the first arrival to the last answer.  rounds_by_length: {accept length: number of rounds in this
+    time}; None if the server does not report rounds.  limits: a request within these limits counts for the goodput."""
 
     server: str
     rate: float | None
@@ -92,7 +92,7 @@ class OpenLoopResult:
 
     def figures(self) -> dict[str, Any]:
         length = self.accept_length
-        # A server reports one accept length for all its requests, so it is unknown for each of several categories.
+        # A server reports one accept length for all its requests.  If there are several categories, theirs are unknown.
         mean = length if len({request.category for request in self.requests}) == 1 else None
         answers = [
             AnsweredRequest(r.category, r.timeline, r.num_output_tokens, mean and r.num_later_tokens / mean)
@@ -128,7 +128,7 @@ def run(args: Namespace) -> int:
     limits = LatencyLimits(args.ttft_limit, args.itl_limit)
     results, models = [], {}
     cells = [(temperature, rate) for temperature in args.temperature for rate in args.rate]
-    # Each cell has other prompts, because the server's prefix cache has the prompts of earlier cells.
+    # Each cell (temperature, rate) has other prompts, because the server's prefix cache has those of earlier cells.
     conversations_of_cells = [dataset or traffic.conversations(args.requests, seed) for seed in range(len(cells))]
     with progress("measuring", len(args.url) * sum(map(len, conversations_of_cells))) as advance:
         for url in args.url:
@@ -189,7 +189,7 @@ def _fill_and_check_flags(args: Namespace) -> None:
 
 
 def _check_token_ids(args: Namespace) -> None:
-    """Refuse flags for text prompts beside --token-ids.  Raises EspalierError."""
+    """Raises EspalierError if flags for text prompts are given together with --token-ids."""
     require_at_least_one(args, "token_ids")
     if args.endpoint == CHAT or (args.turns or 1) > 1:
         flag = "--endpoint chat" if args.endpoint == CHAT else "--turns"
@@ -198,7 +198,7 @@ def _check_token_ids(args: Namespace) -> None:
 
 
 def arrivals_of(args: Namespace, rate: float | None) -> Arrivals:
-    """Returns the arrivals at one rate.  For rate None: --concurrency conversations at once, or all."""
+    """Returns the arrivals at one rate.  rate: None for --concurrency conversations at once, or all at once."""
     if rate is None:
         return Arrivals(args.concurrency)
     burst = {POISSON: None, FIXED: 1, BURSTS: args.burst or DEFAULT_FLAGS["burst"]}[args.arrivals or POISSON]
@@ -225,7 +225,8 @@ async def _connect_server(args: Namespace, url: str) -> LoadTarget:
 async def _measure_server(
     target: LoadTarget, conversations: Sequence[Conversation], arrivals: Arrivals, advance: Any
 ) -> tuple[float, list[SentRequest]]:
-    """Runs all conversations.  Returns (seconds, requests).  Without a rate, a conversation starts when one ends."""
+    """Runs all conversations.  Returns (seconds, requests).  Without a rate, a fixed number of conversations run at
+    once: when one ends, the next starts.  advance: called after each conversation."""
     started_at, arrival_times = perf_counter(), arrivals.arrival_times(len(conversations))
     free_places = asyncio.Semaphore(arrivals.concurrency or len(conversations))
 

@@ -70,8 +70,8 @@ class ModelOutputs:
 
 
 class HiddenRecorder:
-    """Wraps a target, and keeps the hidden states from which the target computes prompt logits.  Only one request may
-    run at a time."""
+    """Wraps a target, and keeps the hidden states of prompt positions, from which it computes logits for prompt
+    log-probabilities.  Only one request may run at a time."""
 
     def __init__(self, model: Any):
         self.model = model
@@ -90,7 +90,7 @@ class HiddenRecorder:
         return self.model.logits(hidden)
 
     def _end_launch(self) -> None:
-        # The last logits of a launch are not prompt logits, because the next token is sampled from them.
+        # The last logits of a launch are not for prompt log-probabilities: the next token is sampled from them.
         self._kept_rows += self._launch_rows[:-1]
         self._launch_rows = []
 
@@ -111,8 +111,8 @@ def compare_accuracy(
 ) -> Accuracy:
     """Compare a model with its quantised copy.
 
-    settings: the keywords of LLM for both models, with the draft.  num_tokens: the tokens to generate from each prompt,
-    for the accept length.  advance: called after each text of each model.
+    settings: the keywords of LLM for both models, with the draft.  num_tokens: the tokens to generate after each prompt
+    to measure the accept length.  advance: called after each text of each model.
     """
     settings = without_by_batch(settings)
     original = _run_model(model, settings, num_texts, num_tokens, None, advance)
@@ -168,8 +168,8 @@ def _run_model(
     original: ModelOutputs | None,
     advance: Callable[[], None],
 ) -> ModelOutputs:
-    """Runs one model over the texts.  original: the original model's outputs, whose texts its copy reads; None for the
-    original itself, which makes the texts."""
+    """Runs one model over the texts.  original: for the quantised copy, the outputs of the original model, with the
+    texts to read.  For the original model, None: this run makes the texts."""
     with LLM(model, **settings) as llm:
         is_own_text = llm.tokenizer is None
         pairs = (_make_texts if is_own_text else heldout_tokens)(llm, num_texts) if original is None else original.texts
@@ -181,7 +181,7 @@ def _run_model(
         llm.engine = rebuilt_engine(llm.engine, 0, target=recorder)
         hidden, next_tokens = [], []
         for prompt, reference in pairs:
-            # Positions in random prompts do not count.
+            # The positions of a random prompt are not compared.
             begin = len(prompt) if is_own_text else 1
             tokens = (prompt + reference)[:limit]
             hidden.append(_hidden_states(llm, recorder, tokens)[begin - 1 :].cpu())
@@ -192,7 +192,7 @@ def _run_model(
 
 
 def _hidden_states(llm: LLM, recorder: HiddenRecorder, tokens: list[int]) -> Tensor:
-    """Returns the final hidden states of a text without the last state: [len(tokens) - 1, H].  Raises EspalierError."""
+    """Returns the final hidden states [len(tokens) - 1, H] of all tokens but the last.  Raises EspalierError."""
     [request] = drive(llm.engine, [tokens], SamplingParams(max_tokens=0, prompt_logprobs=0)).requests
     rows = recorder.take_hidden()
     if request.error is not None or len(rows) != len(tokens) - 1:
@@ -211,8 +211,8 @@ def _make_texts(llm: LLM, num_texts: int) -> TokenPairs:
 
 
 def _cut_to_context(llm: LLM, prompts: Sequence[list[int]], num_tokens: int) -> tuple[list[list[int]], SamplingParams]:
-    """Returns (prompts, greedy parameters for `num_tokens` tokens).  At most half of the context is
-    generated, and prompts are cut to the rest."""
+    """Returns (prompts, greedy parameters for `num_tokens` tokens).  Both are cut to fit max_context: at most half of
+    the context is for generated tokens, and the prompts get the rest."""
     context = llm.config.layout.max_context - 1
     num_generated = min(num_tokens, context // 2)
     greedy = SamplingParams(temperature=0.0, max_tokens=num_generated, top_k=0, top_p=1.0)

@@ -48,7 +48,7 @@ CATEGORY_LATENCIES = ("ttft_ms", "between_pieces_ms")
 
 
 def latency_rows(figures: Iterable[Mapping[str, Any]]) -> list[list[str]]:
-    """Returns a table row for each of LATENCY_TIMES.  figures: for each column of the table, the figures by name."""
+    """Returns a table row for each latency in LATENCY_TIMES.  figures: for each column of the table, its figures."""
     columns = list(figures)
     return [
         [
@@ -99,7 +99,7 @@ class LoadPoint:
 
 
 def plot_load(points: Sequence[LoadPoint], limits: Mapping[str, float | None], path: Path | None) -> None:
-    """Plots p50 and p99 of each time, and requests a second, over the rate.  Writes the plot to `path`; None: no plot.
+    """Plots p50 and p99 of each latency, and requests a second, over the rate.  path: the file; None for no plot.
     limits: in ms, by the names in LATENCY_TIMES.  Raises EspalierError."""
     if path is None:
         return
@@ -126,7 +126,7 @@ def plot_load(points: Sequence[LoadPoint], limits: Mapping[str, float | None], p
 
 
 def _plot_lines(points: Sequence[LoadPoint], colour: str, latency_axes: Sequence[Any], request_axis: Any) -> None:
-    """Plot one server's lines.  Rates without answered requests have no times."""
+    """Plots one server's lines.  At a rate without answered requests, there are no latencies to plot."""
     for i, axis in enumerate(latency_axes):
         for percentile, style in (("p50", "o-"), ("p99", "^--")):
             latencies = [(point.rate, list(point.latencies.values())[i]) for point in points]

@@ -32,8 +32,9 @@ DRAFT_HEAD_SIZE = 128
 
 @dataclass(frozen=True, eq=False)
 class Shape:
-    """The sizes of a published model, and of a draft for it.  config_fields: the fields of its config.json.  The lab's
-    synthetic target emits token ids from first_emitted_id to end_emitted_id - 1 that are in the draft's vocabulary."""
+    """The sizes of a published model, and of a draft for it.  config_fields: the fields of its config.json.  The lab
+    makes synthetic targets of these sizes.  They emit only token ids from first_emitted_id to end_emitted_id - 1 that
+    are in the draft's vocabulary."""
 
     name: str
     hugging_face_id: str
@@ -43,7 +44,7 @@ class Shape:
     first_emitted_id: int = 0
 
     def with_layers(self, layers: int) -> "Shape":
-        """Returns the model with only its first `layers` layers.  Raises EspalierError for more layers than it has."""
+        """Returns the model with only its first `layers` layers.  Raises EspalierError if it has fewer layers."""
         fields, count = self.config_fields, self.config_fields["num_hidden_layers"]
         if not 1 <= layers <= count:
             raise EspalierError(f"--layers={layers} is not supported: {self.name} has {count} layers; use 1 to {count}")
@@ -64,8 +65,8 @@ class Shape:
     def draft_layer_fields(self) -> dict[str, Any]:
         """The config.json fields of a draft's layer: a Llama layer with the target's sizes.
 
-        A target with latent attention has no K and V heads.  Its draft has heads of at most DRAFT_HEAD_SIZE values, and
-        at most a quarter as many key-value heads as query heads.
+        A target with latent attention (MLA) has no K and V heads to copy.  Then the draft's heads have at most
+        DRAFT_HEAD_SIZE values, and there are at most a quarter as many key-value heads as query heads.
         """
         config = self.target
         heads, kv_heads, head_size = config.heads, config.kv_heads, config.head_size
@@ -199,7 +200,8 @@ DEEPSEEK_V2_LITE = {
     "bos_token_id": 100000,
     "eos_token_id": 100001,
 }
-# Five of 61 layers, of which one is dense instead of three.  They take 97 GB in bfloat16.  The MTP layer is left out.
+# Five layers instead of DeepSeek-V3's 61, with one dense layer instead of three.  They take 97 GB in bfloat16.  The MTP
+# layer is left out.
 DEEPSEEK_V3_1GPU = {
     **DEEPSEEK_V3_FIELDS,
     **LATENT_FIELDS,
@@ -226,13 +228,13 @@ DEEPSEEK_V3_1GPU = {
     "bos_token_id": 0,
     "eos_token_id": 1,
 }
-# Eight of 61 layers, of which six are dense instead of three.  They take 57 GB, so one GPU has room for long contexts.
-# DEEPSEEK_V32_CUT has sparse attention; DEEPSEEK_V3_CUT has full attention, for comparison.
+# Eight layers instead of 61, six of them dense.  They take 57 GB, so one GPU has room for long contexts.
+# DEEPSEEK_V32_CUT below has sparse attention; DEEPSEEK_V3_CUT has full attention, for comparison.
 DEEPSEEK_V3_CUT = {**DEEPSEEK_V3_1GPU, "num_hidden_layers": 8, "first_k_dense_replace": 6}
 DEEPSEEK_V32_FIELDS = {"architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32"}
 INDEXER_FIELDS = {"index_topk": 2048, "index_head_dim": 128, "index_n_heads": 64}
 DEEPSEEK_V32_CUT = {**DEEPSEEK_V3_CUT, **DEEPSEEK_V32_FIELDS, **INDEXER_FIELDS}
-# For weights in bfloat16; the published experts are in MXFP4.
+# The weights are in bfloat16 here; the published checkpoint stores its experts in MXFP4.
 GPT_OSS_20B = {
     **GPT_OSS_FIELDS,
     "vocab_size": 201088,
@@ -261,8 +263,8 @@ GPT_OSS_20B = {
     "eos_token_id": 200002,
     "pad_token_id": 199999,
 }
-# These sizes are in public loaders, which check the published files: 50 sliding and 10 full layers (31B), 25 and 5 with
-# 128 experts of 704 (26B-A4B).  The default config of Transformers 5.24 is of another model, E2B or E4B.
+# The sizes of both Gemma 4 models are from public loaders that read the published files.  The 31B model has 50 layers
+# with sliding windows and 10 with full attention.  The 26B-A4B model has 25 and 5, and 128 experts in each layer.
 GEMMA4_31B = {
     **GEMMA4_FIELDS,
     "vocab_size": 262144,
@@ -297,8 +299,8 @@ GEMMA4_26B_A4B = {
     "top_k_experts": 8,
     "moe_intermediate_size": 704,
 }
-# The defaults of Transformers 5.24 are the 8B model's (34 layers, hidden size 4096, intermediate size 14336).  With the
-# sizes here, the text model has 13.5 billion parameters, as its model card states.
+# With the sizes here, the text model has 13.5 billion parameters, as its model card states.  The default sizes of
+# Transformers 5.24 are those of the 8B model.
 MINISTRAL3_14B = {
     **MINISTRAL3_FIELDS,
     "vocab_size": 131072,
@@ -324,7 +326,7 @@ MINISTRAL3_14B = {
     "eos_token_id": 2,
     "pad_token_id": 11,
 }
-# The models' own MTP layer is left out, because the lab makes a synthetic draft instead.
+# The MTP layer of both Qwen3.6 models is left out, because the lab makes a synthetic draft instead.
 QWEN3_6_27B = {
     "architectures": ["Qwen3_5ForCausalLM"],
     "model_type": "qwen3_5_text",
@@ -390,7 +392,7 @@ NEMOTRON3_30B_A3B = {
     "layer_norm_epsilon": 1e-5,
     "eos_token_id": 2,
 }
-# The defaults of Transformers 5.24 are Phi-3-mini.  These sizes are from Phi-4's config.json: 14.7 billion parameters.
+# These sizes are from Phi-4's config.json (14.7 billion parameters).
 PHI_4 = {
     **PHI3_FIELDS,
     "vocab_size": 100352,

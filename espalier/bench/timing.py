@@ -1,7 +1,7 @@
-"""Measures GPU times with CUDA graphs: of functions, of the memory bandwidth, and of all matrix products of a pass.
+"""Measures with CUDA graphs: the GPU time of functions and of all matrix products of a pass, and the memory bandwidth.
 
-In the engine, a layer's weights are not in the L2 cache when the layer begins.  So that they are not there during a
-measurement either, the layers of a pass have different weights, and a single shape is measured with many weights.
+In the engine, a layer's weights are not in the L2 cache when the layer begins.  The measurements keep this true: the
+layers of a pass have different weights, and a single shape is measured with many different weights.
 """
 
 import math
@@ -34,15 +34,17 @@ DEFAULT_REPEATS = 8
 # A graph that takes less time is replayed several times between two CUDA events, because events take time too.
 MIN_TIMED_MS = 0.2
 MAX_REPLAYS = 50
-# The last words of the names of layers whose input is quantised in the launch of the norm before, for up to
-# `max_kernel_rows` rows.  The time of quantising is not measured for these layers, nor for the qkv of an EAGLE head,
-# where another launch quantises.
+# The last words of the names of layers that follow a norm.  For up to `max_kernel_rows` rows, the norm's kernel also
+# quantises the input of such a layer, so the time of quantising is not measured with the layer.  It is also not
+# measured for the qkv of an EAGLE head, where another kernel quantises the input.
 LAYERS_AFTER_NORM = ("qkv", "q and kv", "gate_up")
 
-# Different weights of one name and shape: at least this number, and at least these bytes, if there are enough layers.
+# How many different weights a product with one name and shape has: at least this number, and at least this number of
+# bytes together, but at most one weight for each layer.
 MIN_WEIGHT_COPIES, MIN_WEIGHT_BYTES = 4, 2**30
 
 Matrix = Tensor | QuantisedMatrix
+# (inputs, weight) -> their product
 Multiply = Callable[[InputRows, Matrix], Tensor]
 Product = Callable[[], object]
 # Random inputs by (heads, rows, columns).
@@ -60,8 +62,9 @@ class GraphTimer:
     ) -> list[float]:
         """Returns the median ms of each function.  The functions take turns, so that all run on an equally warm GPU.
 
-        The functions run for `seconds`, and at least `repeats` times.  Only the second half of the times counts,
-        because a GPU at its power limit slows down after some tenths of a second, and a server runs much longer."""
+        All functions together run for `seconds`, and each function at least `repeats` times.  Only the second half of
+        the times counts, because a GPU at its power limit slows down after some tenths of a second, and a server runs
+        much longer."""
         return median_graph_ms([self.capture(body) for body in functions], repeats, seconds)
 
     def memory_bandwidth(self, device: torch.device) -> float:
@@ -79,7 +82,7 @@ class GraphTimer:
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         pool = self._first_graph.pool() if self._first_graph else None
-        # In the other capture modes, a query of an event by a thread of NCCL would end the capture.
+        # In the other capture modes, the capture would fail when a thread of NCCL queries an event.
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             function()
         self._first_graph = self._first_graph or graph
@@ -101,7 +104,8 @@ def median_graph_ms(graphs: Sequence[torch.cuda.CUDAGraph], repeats: int, second
 def _replay_times(
     graphs: Sequence[torch.cuda.CUDAGraph], repeats: int, num_replays: Sequence[int]
 ) -> list[list[float]]:
-    """Returns the ms of a replay for each graph and turn.  num_replays: how often a turn replays each graph."""
+    """Returns, for each graph, the ms of one replay in each of `repeats` turns.  num_replays: how often each graph is
+    replayed in one turn."""
     events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats * len(graphs) + 1)]
     graphs[-1].replay()
     events[0].record()
@@ -115,15 +119,16 @@ def _replay_times(
 
 
 class Weights:
-    """Random weights on a GPU, shared by all passes.  For a name and shape, the first layers have different weights:
-    MIN_WEIGHT_COPIES, or more until they take MIN_WEIGHT_BYTES, which fit in no cache.  Further layers use these
-    weights again, to save memory."""
+    """Random weights on a GPU, shared by all passes.  The products with one name and shape have different weights in
+    the first layers: at least MIN_WEIGHT_COPIES weights, and at least MIN_WEIGHT_BYTES, which fit in no cache.  Further
+    layers use these weights again, to save memory."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype, self.device = dtype, device
         self._weights_by_shape: dict[tuple[str, Shape], list[Matrix]] = {}
 
     def weights_of(self, group: ProductGroup) -> list[Matrix]:
+        """Returns the weight of each product of the group."""
         weights = self._weights_by_shape.setdefault((group.name, group.shape), [])
         num_copies = max(MIN_WEIGHT_COPIES, math.ceil(MIN_WEIGHT_BYTES * group.num_weights / group.weight_bytes))
         while len(weights) < min(group.first_weight + group.num_weights, num_copies):
@@ -145,7 +150,8 @@ class Weights:
         return run_in_order([self.make_product(run, layer, inputs, multiply) for run, layer in steps])
 
     def make_product(self, group: ProductGroup, layer: int, inputs: InputsBySize, multiply: Multiply) -> Product:
-        """Returns the product with the weight of this layer.  inputs: of the pass, one for each input size."""
+        """Returns the product of one layer.  layer: its index in `group`.  inputs: the random inputs of the pass; an
+        input of a new size is added."""
         key = group.num_heads, group.num_rows, group.shape[1]
         if key not in inputs:
             # [rows, in], or [heads, rows, in] for a batched product.
@@ -154,14 +160,15 @@ class Weights:
 
 
 def run_in_order(products: Sequence[Product]) -> Callable[[], None]:
-    def body() -> None:
+    def run_products() -> None:
         for product in products:
             product()
 
-    return body
+    return run_products
 
 
 def _bind_product(group: ProductGroup, x: Tensor, weight: Matrix, multiply: Multiply) -> Product:
+    """Returns a function without arguments that multiplies x with the weight."""
     if isinstance(weight, Tensor):
         return partial(torch.bmm, x, weight.transpose(1, 2)) if weight.ndim == 3 else partial(multiply, x, weight)
     rounding = rounding_in_norm(weight, x)
@@ -171,7 +178,7 @@ def _bind_product(group: ProductGroup, x: Tensor, weight: Matrix, multiply: Mult
 
 
 def group_by_count(product_groups: Sequence[ProductGroup]) -> list[list[ProductGroup]]:
-    """Returns the groups in lists of neighbours with equal num_weights."""
+    """Returns lists of successive groups with equal num_weights, which are products of the same layers."""
     groups: list[list[ProductGroup]] = []
     for run in product_groups:
         if groups and groups[-1][0].num_weights == run.num_weights:

@@ -18,7 +18,7 @@ ENDPOINT_PATHS = {CHAT: "/v1/chat/completions", COMPLETIONS: "/v1/completions"}
 
 @dataclass(frozen=True)
 class Turn:
-    """One user message.  token_ids: the whole prompt as token ids, instead of `text`."""
+    """One user message.  max_tokens: of its answer.  token_ids: the whole prompt as token ids, instead of `text`."""
 
     text: str
     max_tokens: int
@@ -76,8 +76,8 @@ def _heldout_words() -> list[str]:
 def request_bodies(
     conversation: Conversation, endpoint: str, answers: Sequence[str], shared_fields: Mapping[str, Any]
 ) -> Iterator[dict[str, Any]]:
-    """Yields the request body of each turn.  answers: the caller appends a turn's answer before it takes the next body.
-    shared_fields: the fields that all bodies share."""
+    """Yields the request body of each turn.  answers: the server's answers so far; the caller appends each answer
+    before it takes the next body.  shared_fields: the fields that all bodies share."""
     stream = {"stream": True, "stream_options": {"include_usage": True}, "temperature": 0}
     for turn in conversation.turns:
         fields = {**stream, "max_tokens": turn.max_tokens, **shared_fields}
@@ -88,7 +88,7 @@ def request_bodies(
 
 
 def messages_until_turn(conversation: Conversation, answers: Sequence[str]) -> list[dict[str, str]]:
-    """Returns the messages of the conversation, up to the turn that follows `answers`."""
+    """Returns the messages of the conversation, up to the user's turn that follows the last of `answers`."""
     messages = [{"role": "system", "content": conversation.prefix}] if conversation.prefix else []
     for turn, answer in zip(conversation.turns, [*answers, None], strict=False):
         messages.append({"role": "user", "content": turn.text})

@@ -4,8 +4,8 @@ For each shape and bucket of rows, the candidate plans of our kernel are compare
 quantised matrices (--weights) the plan that kernels/layers/linear_quantised.py takes if nothing was measured.
 
 First, each shape is measured alone: a CUDA graph of products with so many weights that none is still in the L2 cache.
-Then a shape's best plans are measured among neighbours, in passes of a model.  There, our kernels can start before the
-kernel before them has ended (programmatic dependent launch), and a kernel after F.linear cannot (docs/log.md).
+Then a shape's best plans are measured in passes of a model, with all other kernels.  There, a kernel of ours can start
+before the preceding kernel has ended (programmatic dependent launch), but a kernel after F.linear cannot (docs/log.md).
 With --seconds, only the first candidates are measured, for few rows first.
 """
 
@@ -66,20 +66,20 @@ from espalier.terminal.flags import flag_of, given_flags
 CHAIN_BYTES = 600 * 10**6
 # The least bytes of a shape's different weights: more than fit in the L2 cache.
 COPIES_BYTES = 300 * 10**6
-# How many of a shape's fastest plans are measured again alone, and how many are then measured among neighbours.
+# How many of a shape's fastest plans are measured again alone, and how many are then measured in passes of a model.
 NUM_REMEASURED = 6
 NUM_MEASURED_IN_PASSES = 3
-# How many layers a measured pass has, and how often the plan of each shape is chosen, given the other shapes' plans.
+# The layers of a measured pass, and how many times each shape's plan is chosen, given the current plans of the others.
 MEASURED_LAYERS, NUM_SWEEPS = 8, 2
 # Smaller relative gains are noise.
 MIN_RELATIVE_GAIN = 0.002
-# For --seconds: the most candidates of a shape and bucket, the share of the time for measurements alone, and the
-# seconds that the random weights of a pass take.
+# For --seconds: the most candidate plans of a shape and bucket, the share of the time in which shapes are measured
+# alone, and the seconds that it takes to make the random weights of a pass.
 MAX_CANDIDATES_IN_LIMIT, ALONE_TIME_SHARE, WEIGHT_SETUP_SECONDS = 24, 0.75, 5
-# The first bucket is measured at its fewest rows too, because it spans the most rows.
+# The first bucket is measured with this number of rows too, because its largest number of rows is 16 times as many.
 MIN_ROWS = 1
 
-# Layers whose output may be partial sums, which the next kernel adds up, and layers whose output goes through a gate.
+# Layers that may output partial sums, which the next kernel adds up, and layers whose output goes through a gate.
 SUMMED_LAYERS, GATED_LAYERS = ("qkv", "o", "down"), ("gate_up",)
 
 # The name of the baseline: {True: for dense weights, False: for quantised weights}.
@@ -103,7 +103,7 @@ Groups = Sequence[ProductGroup]
 @dataclass(frozen=True)
 class MeasuredPlans:
     """The times of one shape in one bucket of rows, measured alone.  baseline_us, fastest_us: a product's time with the
-    baseline and with our fastest plan.  plans: our fastest plans, the fastest first."""
+    baseline and with our fastest plan.  plans: our fastest plans, the fastest first; fastest: None for the baseline."""
 
     shape: Shape
     num_rows: int
@@ -160,29 +160,29 @@ def _run(args: Namespace, config: EngineConfig) -> int:
     tuner = LinearTuner(DTYPES[dtype], weight_format, inf if args.seconds is None else args.seconds)
     print_header()
     measured_alone: dict[PlanKey, MeasuredPlans] = {}
-    table: PlanTable = {}
+    chosen_plans: PlanTable = {}
 
     def write_plans(new_plans: PlanTable) -> None:
         plans = plans_by_shape(new_plans, stored_plans)
         LINEAR_TUNING.write_table(path, TuningTable(tuner.chip, dtype, plans, gpu_versions(), tuner.tuning_format))
 
-    # The table keeps the plans of buckets that are not measured now.
+    # The written table keeps the plans of buckets that are not measured now.
     stored_plans = dict(LINEAR_TUNING.measured_plans(tuner.chip, DTYPES[dtype], tuner.tuning_format))
     for stored_table in LINEAR_TUNING.read_tables(path) if path.exists() else ():
         stored_plans |= stored_table.plans if stored_table.key == (tuner.chip, dtype, tuner.tuning_format) else {}
     with progress("measuring", len(ROWS_BUCKETS) + len(models)) as advance:
         for rows in ROWS_BUCKETS:
             measured_alone |= tuner.measure_alone(shapes, rows)
-            # Stored in case the tuning is interrupted.  The plans measured among neighbours replace them.
+            # Stored in case the tuning is interrupted.  The plans that are fastest in passes replace these plans.
             write_plans({cell: measured.fastest for cell, measured in measured_alone.items()})
             advance()
         for model in models:
-            tuner.measure_in_passes(model, measured_alone, table)
+            tuner.measure_in_passes(model, measured_alone, chosen_plans)
             advance()
     # Add the plans of shapes that no pass has, such as matrices that only experts use in this format.
-    table = {cell: measured.fastest for cell, measured in measured_alone.items()} | table
-    write_plans(table)
-    print_table(_table_rows(measured_alone.values(), table, BASELINE_NAME[weight_format == DENSE]))
+    chosen_plans = {cell: measured.fastest for cell, measured in measured_alone.items()} | chosen_plans
+    write_plans(chosen_plans)
+    print_table(_table_rows(measured_alone.values(), chosen_plans, BASELINE_NAME[weight_format == DENSE]))
     if left_out := len(shapes) * len(ROWS_BUCKETS) - len(measured_alone):
         stdout().print(Text(f"the time was over: {left_out} shapes and numbers of rows are as they were"))
     stdout().print(Text(f"written to {path}"))
@@ -263,7 +263,7 @@ class LinearTuner:
 
     @property
     def tuning_format(self) -> str:
-        """The name of this weight format in the table."""
+        """The name of this weight format in the file of plans."""
         if self.weight_format == DENSE:
             return DENSE
         any_matrix = self.random_weights.random_weight((MIN_MATRIX_SIDE, MIN_MATRIX_SIDE), self.weight_format)
@@ -271,7 +271,7 @@ class LinearTuner:
         return quantised_plans.tuning_format_name(any_matrix)
 
     def measure_alone(self, shapes: Sequence[Shape], rows: int) -> dict[PlanKey, MeasuredPlans]:
-        """Measures each shape alone in the bucket of `rows`.  The result lacks shapes for which no time was left."""
+        """Measures each shape alone with `rows` rows, a bucket.  The result lacks shapes for which no time was left."""
         if perf_counter() > self.alone_deadline:
             return {}
         plans, dtype = {shape: self._candidates(shape, rows) for shape in shapes}, self.random_weights.dtype
@@ -287,7 +287,7 @@ class LinearTuner:
             now = perf_counter()
             if now > self.alone_deadline:
                 break
-            # A bucket gets half of the time left, because few rows matter more, and their kernels compile more slowly.
+            # Each bucket gets half of the remaining time: small buckets matter more, and their kernels compile slowly.
             share = (self.alone_deadline - now) / (len(shapes) - i) / (1 if buckets == 1 else 2)
             measured_plans[shape, rows] = self._measure_bucket(shape, x, plans[shape], now + share)
         return measured_plans
@@ -312,7 +312,7 @@ class LinearTuner:
     def _measure_bucket(
         self, shape: Shape, x: Tensor, plans: Sequence[TritonPlan | LibraryPlan], deadline: float = inf
     ) -> MeasuredPlans:
-        """Measures the plans, but starts none after `deadline`.  Then measures the fastest plans again."""
+        """Measures the plans one by one until `deadline`.  Then measures the fastest of them again."""
         weights, rows = self.weight_copies(shape), len(x)
         measured_inputs = (x[:MIN_ROWS], x) if rows == ROWS_BUCKETS[0] else (x,)
         first_us: dict[TritonPlan | LibraryPlan, float] = {}
@@ -327,7 +327,7 @@ class LinearTuner:
         return MeasuredPlans(shape, rows, baseline_us, min(plan_us, default=inf), tuple(finalists[i] for i in order))
 
     def _plan_us(self, x: Tensor, weights: Sequence[Matrix], plans: Sequence[LinearPlan], repeats: int) -> list[float]:
-        """Returns the µs of one product by each plan.  The plans take turns."""
+        """Returns the µs of one product with each plan.  The plans take turns."""
         calls = max(2, -(-CHAIN_BYTES // weights[0].nbytes))
         bodies = [_repeated_products(x, weights, plan, calls) for plan in plans]
         return [1e3 * ms / calls for ms in self.timer.median_ms(bodies, repeats)]
@@ -373,37 +373,37 @@ class LinearTuner:
 
 
 def _plan_product(
-    x: InputRows, weight: Matrix, plan: LinearPlan, gated: bool = False, in_parts: bool = False
+    x: InputRows, weight: Matrix, plan: LinearPlan, gated: bool = False, as_partial_sums: bool = False
 ) -> Tensor:
-    """Returns x · weightᵀ.  plan: None for the baseline.  gated: apply the gate.  in_parts: return partial sums."""
+    """Returns x · weightᵀ.  plan: None for the baseline.  gated: apply the gate to the product."""
     if not isinstance(weight, QuantisedMatrix):
         assert isinstance(x, Tensor)
-        return (linear_gated if gated else linear_partial_sums if in_parts else linear)(x, weight, None, plan)
+        return (linear_gated if gated else linear_partial_sums if as_partial_sums else linear)(x, weight, None, plan)
     quantised_plan = plan if isinstance(plan, TritonPlan) else quantised_plans.plan_by_rule_for(weight, x)
     if gated:
         activation = linear_quantised_gated(x, weight, None, quantised_plan)
         assert isinstance(activation, Tensor)
         return activation
-    if in_parts:
+    if as_partial_sums:
         return linear_quantised_partial_sums(x, weight, None, quantised_plan)
     return linear_quantised(x, weight, None, quantised_plan)
 
 
 def _repeated_products(x: Tensor, weights: Sequence[Matrix], plan: LinearPlan, num_calls: int) -> Callable[[], None]:
-    def body() -> None:
+    def run_products() -> None:
         for call in range(num_calls):
             _plan_product(x, weights[call % len(weights)], plan)
 
-    return body
+    return run_products
 
 
 def _multiply_by_table(product_groups: Groups, table: PlanTable, rows: int) -> Multiply:
-    """Returns a function that multiplies by the plans of `table` and runs the next kernel too, like a model's layers.
+    """Returns a function that runs a product with its plan in `table`, and then the kernel that follows it in a layer.
 
-    After SUMMED_LAYERS, an add-and-norm kernel adds up the partial sums.  After qkv, this kernel stands for the
-    engine's next kernel, which rotates queries and keys.  A gate follows GATED_LAYERS, and some plans fuse the gate."""
+    After SUMMED_LAYERS, an add-and-norm kernel adds up the partial sums.  After qkv it stands for another kernel of the
+    engine, which rotates queries and keys.  A gate follows GATED_LAYERS.  Some plans fuse the gate with the product."""
     groups = SUMMED_LAYERS, GATED_LAYERS
-    in_parts, gated = ({run.shape for run in product_groups if run.name.split()[-1] in names} for names in groups)
+    summed, gated = ({run.shape for run in product_groups if run.name.split()[-1] in names} for names in groups)
     norm_inputs: dict[Shape, tuple[Tensor, Tensor]] = {}
 
     def multiply(x: InputRows, weight: Matrix) -> Tensor:
@@ -412,19 +412,19 @@ def _multiply_by_table(product_groups: Groups, table: PlanTable, rows: int) -> M
             return multiply_like_engine(x, weight)
         if shape in gated:
             return _plan_product(x, weight, table[shape, rows], gated=True)
-        if shape not in in_parts:
+        if shape not in summed:
             return _plan_product(x, weight, table[shape, rows])
         if shape not in norm_inputs:
             norm = torch.ones(shape[0], dtype=x.dtype, device=weight.device)
             norm_inputs[shape] = norm.new_zeros(len(x), shape[0]), norm
         residual, norm = norm_inputs[shape]
-        return add_rms_norm(_plan_product(x, weight, table[shape, rows], in_parts=True), residual, norm, 1.0)[1]
+        return add_rms_norm(_plan_product(x, weight, table[shape, rows], as_partial_sums=True), residual, norm, 1.0)[1]
 
     return multiply
 
 
 def plans_by_shape(table: PlanTable, stored_plans: Mapping[Shape, LinearPlans]) -> dict[Shape, LinearPlans]:
-    """Returns the plans of each shape in `table`.  For buckets that `table` lacks, takes those of `stored_plans`."""
+    """Returns the plans of each shape in `table`, one for each bucket: for a bucket not in `table`, the stored plan."""
     earlier_plans = {shape: stored_plans.get(shape, NO_PLANS) for shape, _ in table}
     return {
         shape: tuple(table.get((shape, rows), LINEAR_TUNING.plan_for_count(plans, rows)) for rows in ROWS_BUCKETS)

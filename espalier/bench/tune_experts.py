@@ -1,7 +1,7 @@
 """`espalier doctor --tune experts`: measures the experts' products on this GPU, and writes the fastest kernel plans.
 
-First, each of the two products is measured alone.  Then their fastest plans are measured together, with the
-sort of the rows by expert.
+First, each of the two products (gate and up, down) is measured alone.  Then their fastest plans are measured together,
+with the launch that sorts the rows by expert.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -68,7 +68,7 @@ def activation_of(shape: ExpertsShape) -> Activation:
 
 class ChainInputs:
     """The inputs of a chain of calls with `num_rows` rows each.  Calls use different experts while unused experts
-    remain.  num_calls: None for enough calls to be timed.  active_experts: see random_expert_ids."""
+    remain.  num_calls: None for as many as take long enough to be timed.  active_experts: see random_expert_ids."""
 
     def __init__(
         self,
@@ -104,8 +104,8 @@ def random_expert_ids(
     """Returns the expert ids [rows, K] of each call.
 
     active_experts: how many experts get rows in each call.  Calls use different experts while unused experts remain.
-    None: as many as uniform routing chooses.  Then the rows of a call are independent of each other, and the same row
-    of later calls gets other experts while unused experts remain."""
+    None: each row of a call gets random experts, independently of the other rows.  A row with the same index in a later
+    call gets other experts, while experts remain that this row has not had."""
     generator = torch.Generator().manual_seed(num_rows)
     if active_experts is None:
         return _draw_experts(num_rows, shape.num_experts, shape.top_k, num_calls, generator)
@@ -116,8 +116,8 @@ def random_expert_ids(
 def _draw_experts(
     num_rows: int, num_experts: int, experts_per_row: int, num_calls: int, generator: torch.Generator
 ) -> list[Tensor]:
-    """Returns the expert ids [rows, experts_per_row] of each call.  In later calls, a row gets other experts while
-    unused experts remain."""
+    """Returns the expert ids [num_rows, experts_per_row] of each call.  A row gets other experts in a later call, while
+    experts remain that this row has not had."""
     calls_per_draw = num_experts // experts_per_row
     ids_by_call: list[Tensor] = []
     while len(ids_by_call) < num_calls:
@@ -127,7 +127,8 @@ def _draw_experts(
 
 
 def _spread_over_rows(experts: Tensor, num_rows: int, top_k: int, generator: torch.Generator) -> Tensor:
-    """Returns the expert ids [rows, K] of one call.  Each row gets random experts, and each expert gets a row."""
+    """Returns the expert ids [num_rows, top_k] of one call.  Each row gets random experts, and each expert of `experts`
+    gets a row."""
     choices = torch.rand(num_rows, len(experts), generator=generator).argsort(1)[:, :top_k]
     # The first rows together get all experts.
     in_turn = torch.arange(-(-len(experts) // top_k) * top_k) % len(experts)
@@ -140,7 +141,7 @@ class MeasuredExperts:
     """The measured times of one layer's experts at a number of rows.
 
     mean_active_experts: the mean number of experts with rows.  measured_us: the time of all launches with `plan`.
-    rule_us: the same with the plan that the engine takes without a table (experts_plan_by_rule)."""
+    rule_us: their time with the plan that the engine takes without measurements (experts_plan_by_rule)."""
 
     shape: ExpertsShape
     num_rows: int
@@ -180,7 +181,7 @@ class ExpertsTuner:
     def _measure_bucket(
         self, bucket: int, chains: Sequence[ChainInputs], gate_up: Tensor, down: Tensor
     ) -> list[MeasuredExperts]:
-        """Returns the measurements of one bucket, with the plan that is fastest over all numbers of rows."""
+        """Returns the measurements of one bucket, with the plan that is fastest over the chains' numbers of rows."""
         [shape] = {chain.shape for chain in chains}
         plans: list[ExpertsPlan] = []
         for tile_rows in TILE_ROWS_BY_PAIRS[bucket][1]:
@@ -208,7 +209,7 @@ class ExpertsTuner:
         plans: Sequence[ProductPlan],
         weight: Tensor,
     ) -> dict[ProductPlan, list[float]]:
-        """Returns the µs of one product by plan, for each chain.  num_matrices: 1 for down, 2 for gate and up."""
+        """Returns {plan: the µs of one product in each chain}.  num_matrices: 1 for down, 2 for gate and up."""
         from espalier.kernels.layers.experts import launch_down, launch_gate_and_up
         from espalier.kernels.layers.experts_tiles import make_expert_tiles
 
@@ -217,43 +218,43 @@ class ExpertsTuner:
             for each in chains
         }
 
-        def chain(chain_inputs: ChainInputs, plan: ProductPlan, num_calls: int) -> Callable[[], None]:
+        def make_chain(chain_inputs: ChainInputs, plan: ProductPlan, num_calls: int) -> Callable[[], None]:
             top_k, activation = chain_inputs.shape.top_k, activation_of(chain_inputs.shape)
 
-            def body() -> None:
+            def run_calls() -> None:
                 for one in tiles[chain_inputs][:num_calls]:
                     if num_matrices == 2:
                         launch_gate_and_up(chain_inputs.x, weight, one, top_k, plan, activation=activation)
                     else:
                         launch_down(chain_inputs.gated_inputs, weight, chain_inputs.router_weights, one, plan)
 
-            return body
+            return run_calls
 
-        return self._us_by_plan(chains, plans, chain, REPEATS_ALONE)
+        return self._us_by_plan(chains, plans, make_chain, REPEATS_ALONE)
 
     def _measure_together(
         self, chains: Sequence[ChainInputs], plans: Sequence[ExpertsPlan], gate_up: Tensor, down: Tensor
     ) -> dict[ExpertsPlan, list[float]]:
-        """Returns the µs of all three launches by plan, for each chain."""
+        """Returns {plan: the µs of sort, gate and up, and down together, in each chain}."""
 
-        def chain(chain_inputs: ChainInputs, plan: ExpertsPlan, num_calls: int) -> Callable[[], None]:
+        def make_chain(chain_inputs: ChainInputs, plan: ExpertsPlan, num_calls: int) -> Callable[[], None]:
             activation = activation_of(chain_inputs.shape)
             triton_product = partial(
                 grouped_experts.triton, chain_inputs.x, gate_up, down, plan=plan, activation=activation
             )
 
-            def body() -> None:
+            def run_calls() -> None:
                 for ids in chain_inputs.expert_ids[:num_calls]:
                     triton_product(ids, chain_inputs.router_weights)
 
-            return body
+            return run_calls
 
-        return self._us_by_plan(chains, list(dict.fromkeys(plans)), chain, REPEATS_TOGETHER)
+        return self._us_by_plan(chains, list(dict.fromkeys(plans)), make_chain, REPEATS_TOGETHER)
 
     def _us_by_plan(
         self, chains: Sequence[ChainInputs], plans: Sequence[Plan], make_chain: MakeChain[Plan], repeats: int
     ) -> dict[Plan, list[float]]:
-        """Returns the µs of a call by plan, for each chain.  The plans take turns."""
+        """Returns {plan: the µs of a call in each chain}.  The plans take turns."""
         with precompile():
             for each in chains:
                 for plan in plans:
@@ -266,7 +267,8 @@ class ExpertsTuner:
 
 
 def sum_of_relative_times(times: Mapping[Plan, Sequence[float]], plan: Plan) -> float:
-    """Returns the plan's time divided by the fastest plan's time, summed over the numbers of rows."""
+    """Returns the sum, over the numbers of rows, of the plan's time divided by the fastest plan's time.  times: {plan:
+    its time at each number of rows}."""
     fastest = [min(of_count) for of_count in zip(*times.values(), strict=True)]
     return sum(us / shortest_us for us, shortest_us in zip(times[plan], fastest, strict=True))
 

@@ -38,8 +38,9 @@ HEADER_LENGTH = 2
 MANIFEST = "manifest.json"
 
 
-def flag_of(name: str) -> str:
-    return "--learn" if name == "folder" else f"--learn-{name}"
+def flag_of(field: str) -> str:
+    """Returns the flag of a field of LearnConfig."""
+    return "--learn" if field == "folder" else f"--learn-{field}"
 
 
 @dataclass(frozen=True)
@@ -70,8 +71,8 @@ class KeptTexts:
     `add` only queues; `flush` writes.  Different threads may call `add` and `flush`.
     max_bytes: for each kind of texts, the maximum size of its files and its queue together.
     num_trained: for each kind, how many texts the trainings before this start have read.
-    texts_per_kind: the texts kept since the folder was made.  num_tokens, num_held_back_tokens: the tokens of texts
-    after those of num_trained, and the output tokens of the held-back texts among them."""
+    texts_per_kind: the texts kept since the folder was made.  num_tokens: the tokens of all texts that came after those
+    of num_trained.  num_held_back_tokens: the output tokens of the held-back texts among these."""
 
     def __init__(self, folder: Path, max_bytes: int, num_trained: Mapping[str, int] = NONE_TRAINED) -> None:
         """Raises EspalierError if a file with new texts is damaged."""
@@ -99,12 +100,12 @@ class KeptTexts:
                 self._count_texts(kind, [row], 1)
 
     def is_full(self) -> bool:
-        """Whether the queue of a kind would fill half a file."""
+        """Whether the queued texts of some kind would fill half a file."""
         return any(self._queued_bytes(kind) * 2 * NUM_FILES >= self.max_bytes[kind] for kind in TEXT_KINDS)
 
     def flush(self) -> None:
         """Writes the queued texts, and removes the oldest files beyond the limit.  If the texts of a kind cannot be
-        written, they are lost, are no longer counted, and OSError is raised; EspalierError, if a file is damaged."""
+        written, they are lost and no longer counted.  Raises OSError then, or EspalierError if a file is damaged."""
         for kind in TEXT_KINDS:
             with self._lock:
                 rows, self._queued[kind] = self._queued[kind], []
@@ -117,7 +118,7 @@ class KeptTexts:
                 raise
 
     def _write(self, kind: str, rows: Sequence[np.ndarray], num_before: int) -> None:
-        """Writes the newest file again, with the rows, if it has room for them; else a new file."""
+        """Adds rows, one for each text, to the newest file, or writes them to a new file if they do not fit there."""
         if not rows:
             return
         files, target = self.files(kind), self.folder / f"{kind}.{num_before:08}.npy"
@@ -134,9 +135,9 @@ class KeptTexts:
             os.fsync(file.fileno())  # else a file may be empty under its name after a power failure
 
     def _count_written(self, kind: str, num_trained: int) -> None:
-        """Counts the texts of the files.  num_trained: how many of all kept texts of this kind are not new."""
+        """Counts the texts in the files of a kind.  num_trained: how many texts of it the trainings have read."""
         for file in reversed(self.files(kind)):
-            num_before, texts = _number(file), list(read_texts([file]))
+            num_before, texts = _num_texts_before(file), list(read_texts([file]))
             num_kept = num_before + len(texts)
             self.texts_per_kind[kind] = max(self.texts_per_kind[kind], num_kept)
             new_texts = texts[: max(0, num_kept - num_trained)]
@@ -165,21 +166,21 @@ class KeptTexts:
         return sum(row.nbytes for row in self._queued[kind])
 
 
-def _number(file: Path) -> int:
+def _num_texts_before(file: Path) -> int:
     return int(file.stem.rpartition(".")[2])
 
 
 def sample_files(folder: Path, kind: str) -> list[Path]:
     """Returns the files of a kind of texts, the oldest first."""
-    return sorted(folder.glob(f"{kind}.*.npy"), key=_number)
+    return sorted(folder.glob(f"{kind}.*.npy"), key=_num_texts_before)
 
 
 def _load_rows(file: Path) -> np.ndarray:
-    """Raises EspalierError for a damaged file."""
+    """Returns a file's numbers, [N] int32.  Raises EspalierError for a damaged file."""
     with suppress(ValueError, EOFError):
-        rows: np.ndarray = np.load(file)
-        if rows.dtype == np.int32 and rows.ndim == 1:
-            return rows
+        numbers: np.ndarray = np.load(file)
+        if numbers.dtype == np.int32 and numbers.ndim == 1:
+            return numbers
     raise _damage_error(file)
 
 

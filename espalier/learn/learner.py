@@ -124,7 +124,7 @@ def trainer_machine(device: torch.device, num_pages: int | str | None) -> Traine
 
 @dataclass(frozen=True)
 class SampleCounts:
-    """The counts of KeptTexts at one time: texts by kind, and output tokens of held-back texts."""
+    """The counts of KeptTexts at one time: the texts of each kind, and the output tokens of held-back texts."""
 
     texts_per_kind: Mapping[str, int]
     num_held_back_tokens: int
@@ -231,7 +231,8 @@ class Learner:
     def swap_between_steps(self, engine: Engine) -> None:
         """Swaps in the waiting draft, if any.
 
-        Running requests keep the rows that the old draft wrote to the cache.  They may change guesses, but no output.
+        Running requests keep the rows that the old draft wrote to the cache.  These rows may change what the new draft
+        proposes, but never an output.
         """
         self._is_busy = engine.has_work
         if self._candidate is not None:
@@ -266,7 +267,7 @@ class Learner:
     def _flush_when_due(self) -> None:
         now = time.monotonic()
         if self._has_flush_failed and now < self._next_start_at:
-            return  # a write that failed is tried again as late as a training that failed
+            return  # after a failed write, the next one waits until a training may start again
         if now >= self._next_flush_at or self.kept_texts.is_full():
             self._next_flush_at, self._has_flush_failed = now + FLUSH_INTERVAL_S, True
             self.kept_texts.flush()
@@ -323,7 +324,7 @@ class Learner:
         self._judge_draft(self._out_directory)
         self._judged_counts, self._num_failed = self._start_counts, 0
         self.figures.trainings += 1
-        if not self.is_swapping:  # else its texts stay new until the swap is recorded: a stop must not lose both
+        if not self.is_swapping:  # else the texts count as new until the swap is recorded, as a stop loses the draft
             self.folder.record_trained(self._judged_counts.texts_per_kind)
 
     def _judge_draft(self, draft: Path) -> None:

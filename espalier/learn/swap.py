@@ -1,4 +1,4 @@
-"""Puts the weights of one loaded draft into another draft of the same form, in place, while no launch is in flight.
+"""Puts the weights of one loaded draft into another draft of the same form, in place, while the engine runs nothing.
 
 CUDA graphs keep the addresses of tensors, so values are copied into the existing tensors.  Weights in oneDNN's layout,
 which only a CPU has, are replaced.  Tensors that a draft shares with its target stay as they are.
@@ -21,8 +21,8 @@ PACKAGE_PREFIX = "espalier."
 
 @dataclass(frozen=True)
 class HeldTensor:
-    """A tensor of a model.  holder: the object, list or dict that holds it, under the name or index `key`.  path: from
-    the draft to the tensor, for messages."""
+    """A tensor of a model.  holder: the object, list or dict that has the tensor under the name or index `key`.  path:
+    the names from the draft to the tensor, joined by dots, for messages."""
 
     path: str
     holder: Any
@@ -30,21 +30,21 @@ class HeldTensor:
     tensor: Tensor
 
 
-def tensor_places(value: Any, path: str = "draft") -> Iterator[HeldTensor]:
-    """Yields every tensor that a model's objects hold, in the order of their fields.  No object is visited twice."""
-    return _held_tensors(value, path, set())
+def held_tensors(model: Any, path: str = "draft") -> Iterator[HeldTensor]:
+    """Yields every tensor in a model, in the order of its objects' fields.  path: the start of HeldTensor.path."""
+    return _walk_tensors(model, path, set())
 
 
-def _held_tensors(value: Any, path: str, seen: set[int]) -> Iterator[HeldTensor]:
-    if id(value) in seen:
+def _walk_tensors(value: Any, path: str, visited_ids: set[int]) -> Iterator[HeldTensor]:
+    if id(value) in visited_ids:
         return
-    seen.add(id(value))
+    visited_ids.add(id(value))
     for key, member in _named_members(value):
         member_path = f"{path}.{key}"
         if isinstance(member, Tensor):
             yield HeldTensor(member_path, value, key, member)
         else:
-            yield from _held_tensors(member, member_path, seen)
+            yield from _walk_tensors(member, member_path, visited_ids)
 
 
 def _named_members(value: Any) -> Iterator[tuple[Any, Any]]:
@@ -64,7 +64,7 @@ class Swap:
     learned tensor).  Raises EspalierError if the drafts differ in more than the values of weights."""
 
     def __init__(self, served: DraftModel, learned: DraftModel) -> None:
-        old, new = list(tensor_places(served)), list(tensor_places(learned))
+        old, new = list(held_tensors(served)), list(held_tensors(learned))
         if [place.path for place in old] != [place.path for place in new]:
             raise EspalierError("a draft with other parts than the served one cannot be swapped in")
         self.pairs = [(a, b.tensor) for a, b in zip(old, new, strict=True) if a.tensor is not b.tensor]

@@ -37,10 +37,11 @@ from espalier.train.windows import TextList
 GO_SIGNAL, WAIT_SIGNAL = b"1", b"0"
 # The tokens of a row of a batch, by device type.
 ROW_LENGTHS = MappingProxyType({"cpu": 256, "cuda": 1024})
-# How often a training reads the sample, and the optimizer steps of one reading, if the sample has enough rows.  With
-# fewer steps, on larger batches, the draft learns nothing.
+# A training reads the sample SAMPLE_PASSES times.  Each time it makes STEPS_PER_PASS optimizer steps, if the sample has
+# enough rows.  With fewer steps, on larger batches, the draft learns nothing.
 SAMPLE_PASSES, STEPS_PER_PASS = 3, 50
-# The maximum number of tokens before an output, and of the output, that are measured; the maximum of measured texts.
+# Drafts are measured on at most MAX_MEASURED_TEXTS texts, with at most MEASURED_SIDE_TOKENS tokens
+# before the output, and at most as many of the output.
 MEASURED_SIDE_TOKENS, MAX_MEASURED_TEXTS = 256, 64
 # A training reads REPLAY_FACTOR times as many texts as are new, so that the draft keeps what it learned from old texts.
 REPLAY_FACTOR = 2
@@ -68,14 +69,14 @@ class TrainSignal:
 
 
 def newest_texts(
-    path: Path, kind: str, num_texts: int, tokens_before: int, tokens_after: int | None = None
+    sample_dir: Path, kind: str, num_texts: int, tokens_before: int, tokens_after: int | None = None
 ) -> TextList:
     """Returns the newest `num_texts` texts of the files whose names begin with `kind` (folder.py).
 
     tokens_before: the maximum number of tokens of a text before its output.  tokens_after: the maximum number of tokens
     of the output; None for all."""
     cut_texts, output_starts = [], []
-    for text in islice(read_texts(sample_files(path, kind)), num_texts):
+    for text in islice(read_texts(sample_files(sample_dir, kind)), num_texts):
         begin = max(0, text.output_start - tokens_before)
         cut_texts.append(text.tokens[begin : None if tokens_after is None else text.output_start + tokens_after])
         output_starts.append(text.output_start - begin)
@@ -94,8 +95,8 @@ def run_settings(num_tokens: int, length: int, device: torch.device, max_seconds
 
 def train_once(folder: Path, train_signal: TrainSignal) -> Path:
     """Trains a draft further: the served draft, or the one given at startup if it accepts more on the newest held-back
-    texts.  run.json has the paths of both drafts.  Returns the new draft's directory, with its manifest.  If it raises
-    EspalierError or OSError, no directory has the new draft's name."""
+    texts.  run.json has the paths of both drafts.  Returns the directory of the new draft and its manifest.  If it
+    raises EspalierError or OSError, this directory does not exist."""
     started_at, config = time.monotonic(), json.loads((folder / "run.json").read_text())
     kind, out, unfinished = DRAFT_KINDS[config["kind"]], Path(config["out"]), folder / "drafts" / "unfinished"
     remove_draft(unfinished)
@@ -120,7 +121,7 @@ def accept_length(draft_run: DraftRun) -> float:
 
 
 def make_run(kind: DraftKind, sample_dir: Path, run_config: dict[str, Any], out_directory: Path, seed: int) -> DraftRun:
-    """Returns a run that trains the served draft on the new texts, and on older texts (REPLAY_FACTOR)."""
+    """Returns a run that trains the served draft on new and older texts (REPLAY_FACTOR).  run_config: from run.json."""
     target_dir, device = Path(run_config["target"]), training_device()
     target = kind.target(target_dir, device)
     prompt_tokens = row_length(target) // 2
@@ -139,9 +140,10 @@ def row_length(target: FrozenTarget) -> int:
 
 
 def make_draft_run(
-    kind: DraftKind, directory: Path, target: FrozenTarget, files: RunFiles, run_config: dict[str, Any], seed: int
+    kind: DraftKind, draft_dir: Path, target: FrozenTarget, files: RunFiles, run_config: dict[str, Any], seed: int
 ) -> DraftRun:
-    draft, tree = kind.load(directory).to(target.device), tuple(run_config["tree"])
+    """Returns a run that trains the draft in draft_dir on files.own_text.  run_config: the contents of run.json."""
+    draft, tree = kind.load(draft_dir).to(target.device), tuple(run_config["tree"])
     num_tokens = len(files.own_text.texts.tokens)
     settings = run_settings(num_tokens, row_length(target), target.device, run_config["seconds"], seed)
     config = kind.config(draft, settings)

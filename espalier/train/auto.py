@@ -84,24 +84,25 @@ def train_auto(target: Path, data: Path | None, out: Path, max_minutes: float, k
     prompt_flags = write_held_out_prompts(target, data, work / "held_out.jsonl")
     measure = partial(measure_draft, target, [*prompt_flags, *BENCH_RUN_FLAGS[device].split()])
     trials: dict[str, DraftSpeed] = {}
-    steps, overhead = max(1, int(TRIALS_SHARE * clock.max_seconds / len(kinds))), 0.0
+    step_seconds, overhead = max(1, int(TRIALS_SHARE * clock.max_seconds / len(kinds))), 0.0
     for kind in kinds:
-        # The next trial, and then the training, are both assumed to need as long as the longest trial.
-        if trials and 2 * (overhead + steps) > clock.remaining:
-            left, needed = format_minutes(clock.remaining), format_minutes(2 * (overhead + steps))
+        # Assume that the next trial, and then the training, each take as long as the longest trial so far.
+        if trials and 2 * (overhead + step_seconds) > clock.remaining:
+            left, needed = format_minutes(clock.remaining), format_minutes(2 * (overhead + step_seconds))
             print(f"{kind} is not tried: with the training it would take {needed}, and {left} are left", flush=True)
             continue
         clock.print_progress(f"trial of {kind}")
         started_at, trial_dir = clock.elapsed, work / f"trial-{kind}"
-        train_kind(kind, [*common, *text_flags, "--out", str(trial_dir)], device, steps)
+        train_kind(kind, [*common, *text_flags, "--out", str(trial_dir)], device, step_seconds)
         trials[kind] = measure(trial_dir, work / f"trial-{kind}-trees.json", ["--batch", "1"])
-        overhead = max(overhead, clock.elapsed - started_at - steps)
+        overhead = max(overhead, clock.elapsed - started_at - step_seconds)
         print(f"trial of {kind}: {trials[kind]}", flush=True)
     best = max(trials, key=lambda kind: trials[kind].tokens_per_second)
     clock.print_progress(f"training of {best}")
-    # Besides its steps, the training is assumed to need as much time as a trial.  It measures more batch sizes, but its
-    # kernels are compiled already.
-    train_kind(best, [*common, *text_flags, "--out", str(out)], device, max(steps, int(clock.remaining - overhead)))
+    # Assume that the training needs the same time as a trial, besides its steps.  Its draft is measured at more batch
+    # sizes, but the kernels are compiled already.
+    seconds = max(step_seconds, int(clock.remaining - overhead))
+    train_kind(best, [*common, *text_flags, "--out", str(out)], device, seconds)
     trees = out / "trees.json"
     clock.print_progress("measurement")
     final_speed = measure(out, work / "trees.json", ["--batch", BATCH_SIZE_FLAGS[device], "--out", str(trees)])
@@ -137,13 +138,13 @@ class TimeBudget:
     def remaining(self) -> float:
         return self.max_seconds - self.elapsed
 
-    def print_progress(self, step: str) -> None:
-        print(f"{step}: {format_minutes(self.elapsed)} of {format_minutes(self.max_seconds)} have passed", flush=True)
+    def print_progress(self, phase: str) -> None:
+        print(f"{phase}: {format_minutes(self.elapsed)} of {format_minutes(self.max_seconds)} have passed", flush=True)
 
 
 def require_same_run(out: Path, path: Path, made_from: dict[str, str | None]) -> None:
-    """Raises EspalierError if `out` belongs to another run, whose files this run would take for its own.
-    path: the file in the work folder that says what a run was made from."""
+    """Raises EspalierError if `out` has files of another run, which this run would take for its own.  path: the file
+    in the work folder that records `made_from`.  made_from: target, data and settings of this run, by flag."""
     if path.exists():
         require_same_origin(path, read_json(path), made_from, "give another --out")
         return
@@ -173,7 +174,7 @@ def make_own_text(common_flags: list[str], work_dir: Path, device: str, seconds:
 
 
 def train_kind(kind: str, flags: list[str], device: str, seconds: int) -> None:
-    """Runs one training.  A finished trial is not run again."""
+    """Runs one training, whose steps take `seconds`.  A finished trial is not run again."""
     out = Path(flags[flags.index("--out") + 1])
     if (out / "README.md").exists():
         print(f"{out} is finished: kept")
@@ -195,7 +196,8 @@ def write_held_out_prompts(target: Path, data: Path, path: Path) -> list[str]:
 def measure_draft(
     target: Path, common_flags: Sequence[str], draft: Path, figures_file: Path, more_flags: Sequence[str]
 ) -> DraftSpeed:
-    """Measures a draft with `bench choose`.  A finished measurement is not run again."""
+    """Measures a draft with `bench choose`, unless figures_file already has the results.  common_flags, more_flags:
+    flags for all drafts, and for this draft."""
     if not figures_file.exists():
         models = ["--model", str(target), "--draft", str(draft)]
         run_espalier("bench", "choose", *models, *common_flags, *more_flags, "--json", str(figures_file))

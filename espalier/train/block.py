@@ -1,4 +1,4 @@
-"""Creates, saves, loads and measures block drafts for a frozen target, and makes their loss.
+"""Creates, saves, loads and measures block drafts for a frozen target, and makes their loss function.
 
 A draft is saved in the `dspark` format of vLLM's speculators.  `edge_rank` is the rank of the draft's Markov head; 0 if
 the draft has no Markov head.  The draft has no confidence head, and uses the target's embedding and lm_head.
@@ -50,7 +50,8 @@ def new_head(target: Eagle3Target, config: BlockConfig) -> BlockHead:
 def make_loss(
     head: BlockHead, target: FrozenTarget, config: BlockConfig, loss: Callable[..., tuple[Tensor, Tensor]] = block_loss
 ) -> LossFunction:
-    """Returns the loss function of a batch, which trains blocks at random positions."""
+    """Returns a function for the loss of a batch, which trains blocks at random positions.  loss: block_loss, or its
+    compiled form."""
     generator = torch.Generator().manual_seed(config.seed)
 
     def loss_of(tokens: Tensor, features: Tensor, logits: Tensor, loss_mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -63,8 +64,8 @@ def make_loss(
 
 
 def token_rows(target: FrozenTarget, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the inputs of a block draft's loss for tokens [B, R + 1]: the same as draft_run.training_rows, but tokens
-    instead of their embeddings, because the Markov head reads tokens."""
+    """Returns the inputs of a block draft's loss for tokens [B, R + 1]: (token ids at positions 1 .. R, the target's
+    features at 0 .. R - 1, the target's logits at 1 .. R).  The Markov head needs token ids instead of embeddings."""
     features, logits = target(tokens)
     return tokens[:, 1:], features[:, :-1], logits[:, 1:]
 
@@ -126,7 +127,7 @@ def trees_to_measure(head: BlockHead) -> dict[str, tuple[int, int, int]]:
 def accept_lengths(
     head: BlockHead, target: FrozenTarget, tokens: Tensor, first_root: int, topk: int, num_draft_tokens: int
 ) -> Tensor:
-    """Returns the accept length of a tree at every root position n, max(first_root, 1) <= n < T - block_size.
+    """Returns the accept length of a round with its root at position n, for max(first_root, 1) <= n < T - block_size.
     tokens: [T], greedy text of the target.  num_draft_tokens: 0 for block_size + 1, the nodes of a chain."""
     steps, dtype = head.shape.block_size, head.fc.weight.dtype
     roots = torch.arange(max(first_root, 1), len(tokens) - steps, device=tokens.device)
@@ -136,18 +137,18 @@ def accept_lengths(
     logits = F.linear(outputs, target.lm_head.to(dtype)).float()
     edges = None if head.markov_head is None else head.markov_head.edges(logits, outputs)
 
-    def children(logits: Tensor) -> tuple[Tensor, Tensor]:
+    def topk_tokens(logits: Tensor) -> tuple[Tensor, Tensor]:
         scores, ids = logits.log_softmax(-1).topk(topk, dim=-1)
         return ids, scores
 
     def next_depth(depth: int, rows: DepthRows, out: Candidates) -> DepthRows:
         assert edges is not None
         factors, states = edges.factors(depth, rows)
-        ids_and_scores = children(edges.logits(depth, factors))
+        ids_and_scores = topk_tokens(edges.logits(depth, factors))
         return choose_next_rows(*ids_and_scores, rows, out, edges.is_recurrent)._replace(states=states)
 
     if edges is None:
-        candidates = plain_candidates(*children(logits))
+        candidates = plain_candidates(*topk_tokens(logits))
     else:
         candidates = edge_candidates(DepthRows.for_roots(tokens[roots]), steps, topk, next_depth)
     tree = select_paths(tokens[roots], candidates, num_draft_tokens or steps + 1)

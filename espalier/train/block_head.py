@@ -1,9 +1,9 @@
 """A block draft as a training module in DSpark's format, in which the root's row proposes the token at depth 1.
 
-The module's parameters have the same names as in the saved file (espalier/train/block.py).  A block at position a
-consists of the root (token a) and of S - 1 mask tokens, at positions a .. a+S-1.  Row j of the block proposes token
+The module's parameters have the same names as in the saved file (espalier/train/block.py).  A block of size S at
+position a has the root (token a) and S - 1 mask tokens, at positions a .. a+S-1.  Row j of the block proposes token
 a + j + 1.  In every layer, the block's rows attend to the whole block and to a context row for each token before a.
-Each layer projects the K and V of context rows from norm(fc(features)), with the target's features of the tokens.
+Each layer projects the K and V of a context row from norm(fc(the target's feature of the token)).
 
 A Markov head adds logits that depend on the preceding tokens (espalier/kernels/tree/edges.py).  In training, the text
 is known, so `MarkovHead.factors` computes the factors of all depths at once.
@@ -55,7 +55,7 @@ class BlockAttention(DraftAttention):
         return rotate(self.q_norm(self.project_heads(x, self.q_proj)), *rope_tables)
 
 
-class SingleBlockLayer(nn.Module):
+class BlockDraftLayer(nn.Module):
     def __init__(self, shape: BlockShape) -> None:
         super().__init__()
         size, eps = shape.hidden_size, shape.rms_norm_eps
@@ -67,8 +67,8 @@ class SingleBlockLayer(nn.Module):
     def forward(
         self, x: Tensor, context: Tensor, positions: tuple[Tensor, Tensor], mask: Tensor, theta: float
     ) -> Tensor:
-        """Returns the layer's output for x [B, Q, H], the rows of all blocks.
-        context: [B, T, H].  positions: (of x, of context).  mask: bool [Q, T + Q], True where a row attends."""
+        """Returns the layer's output for x [B, Q, H], the rows of all blocks.  context: the context rows [B, T, H].
+        positions: (of x, of context).  mask: bool [Q, T + Q], True where a row attends.  theta: the base of RoPE."""
         attention = self.self_attn
         x_rope, c_rope = (rope_tables(p, attention.head_dim, theta) for p in positions)
         normed = self.input_layernorm(x)
@@ -142,7 +142,7 @@ class BlockHead(nn.Module):
         size, eps = shape.hidden_size, shape.rms_norm_eps
         self.fc = nn.Linear(shape.num_features * size, size, bias=False)
         self.hidden_norm = RMSNorm(size, eps)
-        self.layers = nn.ModuleList(SingleBlockLayer(shape) for _ in range(shape.num_hidden_layers))
+        self.layers = nn.ModuleList(BlockDraftLayer(shape) for _ in range(shape.num_hidden_layers))
         self.norm = RMSNorm(size, eps)
         self.markov_head = MarkovHead(shape) if shape.edge_rank else None
         for name, parameter in self.named_parameters():
@@ -185,9 +185,9 @@ def block_loss(
     lm_head: [V, H], the target's lm_head.  embeds: the embeddings of the tokens and of the mask token.  tokens: [B, R],
     at positions 1 .. R.  features: [B, R, F], at positions 0 .. R-1.  target_logits: [B, R, V], at positions 1 .. R.
     loss_mask: bool [B, R], the positions that count in the loss.  anchors: [A], from 1 to R - S + 1.
-    decay: the weight of a depth, relative to the preceding depth.  The Markov head reads the text, not guesses."""
+    decay: the weight of a depth, relative to the preceding depth.  The Markov head reads the text's own tokens."""
     outputs = head(embeds[0][:, anchors - 1], embeds[1], features, anchors)
-    # The token before depth d has position anchor + d, so it is tokens[:, anchor + d - 1].  target_logits likewise.
+    # Depth d follows the token at position anchor + d, which has index anchor + d - 1 in tokens and target_logits.
     token_indices = anchors[:, None] + torch.arange(head.shape.block_size, device=anchors.device) - 1
     factors = None if head.markov_head is None else head.markov_head.factors(tokens[:, token_indices], outputs)
     losses, agreements = [], []

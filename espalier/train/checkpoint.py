@@ -27,7 +27,7 @@ def rope_theta(config: dict[str, Any]) -> float:
 
 
 def layer_fields(target_config: dict[str, Any], intermediate_size: int | None) -> dict[str, int | float]:
-    """Returns the target's sizes as those of a draft layer, except `intermediate_size` if it is not None."""
+    """Returns the sizes of a draft layer, which are the target's.  intermediate_size: None for the target's."""
     hidden, heads = int(target_config["hidden_size"]), int(target_config["num_attention_heads"])
     return {
         "vocab_size": int(target_config["vocab_size"]),
@@ -42,11 +42,11 @@ def layer_fields(target_config: dict[str, Any], intermediate_size: int | None) -
     }
 
 
-def read_shape(layer_config: dict[str, Any], shape: type[Shape], **other_fields: Any) -> Shape:
-    """Returns a `shape` with the sizes in `layer_config`: a config.json, or the part of one that describes layers.
+def read_shape(layer_config: dict[str, Any], shape_type: type[Shape], **other_fields: Any) -> Shape:
+    """Returns a `shape_type` with the sizes in `layer_config`: a config.json, or its part that describes layers.
     other_fields: fields of the shape that are not in `layer_config`."""
-    sizes = {name: layer_config[name] for name in shape.__dataclass_fields__ if name in layer_config}
-    return shape(**{**sizes, "rope_theta": rope_theta(layer_config), **other_fields})
+    sizes = {name: layer_config[name] for name in shape_type.__dataclass_fields__ if name in layer_config}
+    return shape_type(**{**sizes, "rope_theta": rope_theta(layer_config), **other_fields})
 
 
 def make_draft_shape(target_config: dict[str, Any], draft_vocab_size: int, intermediate_size: int | None) -> DraftShape:

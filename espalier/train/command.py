@@ -34,7 +34,8 @@ OUT_HELP = "where the draft goes; a finished draft of the same kind there is rep
 
 
 class Trainer(NamedTuple):
-    """The command of a kind of draft: its help text, its settings, and the minimum number of target layers."""
+    """The command that trains a kind of draft.  help: its text for --help.  config: the class of its settings.
+    min_layers: how many layers the target needs."""
 
     help: str
     config: type[TrainConfig]
@@ -63,15 +64,15 @@ def add_config_flags(parser: argparse.ArgumentParser, config: type) -> None:
         choices = item.metadata.get("choices")
         about = item.metadata["help"]
         if item.default is not None:
-            value: Any = item.default
-            about += f" ({value if choices or value != int(value) else int(value)})"
-        how: dict[str, Any] = {"choices": choices} if choices else {"type": number_reader(item)}
-        how["metavar"] = None if choices else "X" if item.type is float else "N"
-        parser.add_argument(flag_of(item.name), default=item.default, help=about, **how)
+            default: Any = item.default
+            about += f" ({default if choices or default != int(default) else int(default)})"
+        value_options: dict[str, Any] = {"choices": choices} if choices else {"type": number_reader(item)}
+        value_options["metavar"] = None if choices else "X" if item.type is float else "N"
+        parser.add_argument(flag_of(item.name), default=item.default, help=about, **value_options)
 
 
 def number_reader(field: Field) -> Callable[[str], float]:
-    """Returns the argparse type of a number.  The number's range is checked later, together with all other fields."""
+    """Returns the argparse type of a flag for a number.  The config class checks the number's range later."""
     parse = NUMBER_PARSERS[float if field.type is float else int]
 
     def read(text: str) -> float:

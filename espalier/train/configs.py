@@ -29,7 +29,8 @@ KIND_FIELDS: Mapping[str, tuple[str, Any]] = MappingProxyType(
         "block": ("speculators_model_type", "dspark"),
     }
 )
-# The minimum of target layers for EAGLE-3 and block drafts.  With 6, they read layers 2, 3 and 3; with 5, only layer 2.
+# The fewest layers of a target for EAGLE-3 and block drafts, which read three layers (captured_layers).  Of 6 layers,
+# they read 2, 3 and 3.  Of 5 layers, they would read layer 2 three times.
 MIN_CAPTURED_LAYERS = 6
 
 

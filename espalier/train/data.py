@@ -21,7 +21,7 @@ from espalier.prompt_files import RECORD_FORMAT, TEXT_FIELDS, prompt_field, prom
 from espalier.text import load_tokenizer
 from espalier.train.configs import read_target
 
-# Drafts are measured after about HELDOUT_PROMPTS prompts.  A prompt cut from documents has at most HELDOUT_TOKENS.
+# Drafts are measured on answers to about HELDOUT_PROMPTS prompts.  Prompts from documents have at most HELDOUT_TOKENS.
 HELDOUT_PROMPTS, HELDOUT_TOKENS = 16, 64
 
 
@@ -80,7 +80,7 @@ def read_data(path: Path, target: Path) -> UserText:
 
 
 def read_prompts(path: Path, target: Path) -> list[list[int]]:
-    """Returns the token ids of every line.  Raises EspalierError for an invalid line."""
+    """Returns the token ids of the prompt in every line.  Raises EspalierError for an invalid line."""
     return [tokens for _, tokens in _read_prompts(path, target)]
 
 

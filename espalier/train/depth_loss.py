@@ -12,7 +12,8 @@ from torch import Tensor
 def depth_loss(
     logits_by_depth: Iterable[Tensor], target_logits: Tensor, target_choices: Tensor, loss_mask: Tensor, decay: float
 ) -> tuple[Tensor, Tensor]:
-    """Returns (loss, top-1 agreement by depth).  The loss is the cross-entropy with the target's distribution, in nats.
+    """Returns (loss, by depth the share of rows whose likeliest token is the target's).  The loss is the cross-entropy
+    with the target's distribution, in nats.
 
     logits_by_depth: [B, R - j, V] at depth 1 + j, over the draft's vocabulary.  Row p at depth 1 + j predicts the same
     token as row p + j of the target.  target_logits: [B, R, V].

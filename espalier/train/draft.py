@@ -40,7 +40,7 @@ class DraftLayer(nn.Module):
 
     def finish_layer(self, feature: Tensor, attended: Tensor) -> Tensor:
         """Returns the layer's output [..., T, H].
-        attended: [..., heads, T, head_dim].  The residual is the feature before its norm."""
+        feature: the layer's residual input, before hidden_norm.  attended: [..., heads, T, head_dim]."""
         x = feature + self.self_attn.project_output(attended)
         return x + self.mlp(self.post_attention_layernorm(x))
 
@@ -96,7 +96,7 @@ class Eagle3Draft(nn.Module):
         chain: list[tuple[Tensor, Tensor]] = []
         num_rows = embeds.shape[1]
         for step in range(min(num_steps, num_rows)):
-            # The last `step` rows have no token.  Their embeddings are zeros, so that every step has the same shape.
+            # The last `step` rows would read tokens after the text.  They get zeros, so that all steps have one shape.
             tokens = F.pad(embeds[:, step:], (0, 0, 0, step))
             cos, sin = self.rope(torch.arange(step, step + num_rows, device=embeds.device))
             q, k, v = self.midlayer.self_attn.project_qkv(self.midlayer.join(tokens, feature), cos, sin)

@@ -1,7 +1,8 @@
-"""A draft's attention during training: causal in the first step.  Later steps also attend to their own chain.
+"""A draft's attention during the training-time test (EAGLE-3, arXiv 2503.01840).
 
-In the training-time test (EAGLE-3, arXiv 2503.01840), a layer runs several times.  From the second step on, it reads
-its own output.  A row attends to keys of several steps, so this module computes the attention scores itself.
+In this test, a layer runs in several steps.  From the second step on, it reads its own output.  In the first step,
+attention is causal.  In a later step, a row also attends to its own keys of the steps since (its chain), so this module
+computes the attention scores itself.
 """
 
 from __future__ import annotations

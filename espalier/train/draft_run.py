@@ -107,7 +107,7 @@ class DraftRun:
     """One training run.
     loss_function: the loss of a batch.  make_rows: makes the inputs of loss_function from tokens [B, R + 1].
     save: writes the draft.  measure: returns the draft's accept lengths, which are printed when the state is saved, and
-    at the end.  depth: the tokens of the longest path that `measure` may accept."""
+    at the end.  depth: the most tokens of the draft that a round of `measure` may accept."""
 
     draft: nn.Module
     target: FrozenTarget
@@ -130,8 +130,8 @@ class DraftRun:
 
 def mixed_batches(run: DraftRun, first_batch: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Yields (token ids [batch, length + 1], for each token whether it counts in the loss).
-    count_own_rows(...) rows of a batch are the target's own text, the others are the user's text.  Prompts that are
-    conversations do not count.  All other text counts."""
+    count_own_rows(...) rows of a batch are the target's own text, the others are the user's text.  All tokens count but
+    the prompts of conversations."""
     config, data, device = run.config, run.files.data, run.target.device
     own_rows = count_own_rows(config, data)
     user_rows = config.batch - own_rows
@@ -149,7 +149,7 @@ def mixed_batches(run: DraftRun, first_batch: int) -> Iterator[tuple[Tensor, Ten
 
 
 def backward(run: DraftRun, tokens: Tensor, loss_mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Computes the gradients for tokens [B, R + 1].  Returns (loss, agreement by depth)."""
+    """Computes the gradients for tokens [B, R + 1].  Returns the results of run.loss_function."""
     rows = run.make_rows(run.target, tokens)
     # Row p predicts token p + 2.  Token R + 1 is not in the batch, so the last row uses the mask of token R.
     loss_mask = torch.cat((loss_mask[:, 2:], loss_mask[:, -1:]), 1)
@@ -189,13 +189,13 @@ def run_steps(run: DraftRun) -> tuple[int, list[float], dict[str, AcceptReport]]
     config, state = run.config, run.files.state
     optimizers = make_optimizers(run.draft, config.matrix_lr, config.other_lr, config.weight_decay)
     num_steps = int(config.num_tokens / (config.batch * config.length))
-    num_done_before = num_done = state.load(run.draft, optimizers)
+    num_done_before = num_steps_done = state.load(run.draft, optimizers)
     agreement = torch.zeros(0)
     print(f"{run.num_parameters:,} parameters, step {num_done_before} comes first", flush=True)
     clock = StepClock(config.max_seconds)
     try:
         for tokens, loss_mask in mixed_batches(run, num_done_before):
-            progress = max(num_done / num_steps, clock.progress)
+            progress = max(num_steps_done / num_steps, clock.progress)
             if progress >= 1:
                 break
             set_learning_rate(optimizers, learning_rate_factor(progress))
@@ -203,22 +203,22 @@ def run_steps(run: DraftRun) -> tuple[int, list[float], dict[str, AcceptReport]]
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
-            num_done += 1
+            num_steps_done += 1
             clock.count_step()
-            if num_done % config.log_every == 0 or num_done == num_steps:
-                print_step(num_done, num_steps, float(loss), agreement, config.batch * config.length, clock)
-                require_finite(num_done, math.isfinite(loss))
-            if num_done % config.save_every == 0:
-                save_step(run, optimizers, num_done)
+            if num_steps_done % config.log_every == 0 or num_steps_done == num_steps:
+                print_step(num_steps_done, num_steps, float(loss), agreement, config.batch * config.length, clock)
+                require_finite(num_steps_done, math.isfinite(loss))
+            if num_steps_done % config.save_every == 0:
+                save_step(run, optimizers, num_steps_done)
                 print_measure(run)
     except KeyboardInterrupt:
-        if num_done > num_done_before:
-            save_step(run, optimizers, num_done)
+        if num_steps_done > num_done_before:
+            save_step(run, optimizers, num_steps_done)
             run.save()
-            print(f"stopped; {state.path} holds step {num_done}: start again to continue")
+            print(f"stopped; {state.path} holds step {num_steps_done}: start again to continue")
         raise
-    save_finished(run, optimizers, num_done)
-    return num_done, agreement.tolist(), print_measure(run)
+    save_finished(run, optimizers, num_steps_done)
+    return num_steps_done, agreement.tolist(), print_measure(run)
 
 
 def require_finite(step: int, is_finite: bool) -> None:
@@ -230,25 +230,25 @@ def require_finite(step: int, is_finite: bool) -> None:
         )
 
 
-def save_step(run: DraftRun, optimizers: list[torch.optim.Optimizer], num_done: int) -> None:
+def save_step(run: DraftRun, optimizers: list[torch.optim.Optimizer], num_steps_done: int) -> None:
     """Saves the state.  If that fails, saves the draft, and raises the OSError.  Raises EspalierError if the run has
     diverged."""
-    require_finite(num_done, all(bool(p.isfinite().all()) for p in run.draft.parameters()))
+    require_finite(num_steps_done, all(bool(p.isfinite().all()) for p in run.draft.parameters()))
     try:
-        run.files.state.save(run.draft, optimizers, num_done)
+        run.files.state.save(run.draft, optimizers, num_steps_done)
     except OSError:
         run.save()
         raise
 
 
-def save_finished(run: DraftRun, optimizers: list[torch.optim.Optimizer], num_done: int) -> None:
+def save_finished(run: DraftRun, optimizers: list[torch.optim.Optimizer], num_steps_done: int) -> None:
     """Saves the draft.  If that fails, saves the state, so that another start of the run can save the draft."""
-    require_finite(num_done, all(bool(p.isfinite().all()) for p in run.draft.parameters()))
+    require_finite(num_steps_done, all(bool(p.isfinite().all()) for p in run.draft.parameters()))
     try:
         run.save()
     except (OSError, EspalierError):
-        run.files.state.save(run.draft, optimizers, num_done)
-        print(f"{run.files.state.path} holds step {num_done}: start again to save the draft")
+        run.files.state.save(run.draft, optimizers, num_steps_done)
+        print(f"{run.files.state.path} holds step {num_steps_done}: start again to save the draft")
         raise
 
 

@@ -1,4 +1,4 @@
-"""Creates EAGLE-3 drafts for a frozen target, and their loss (the training-time test)."""
+"""Creates EAGLE-3 drafts for a frozen target, and their loss function (the training-time test)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from espalier.train.draft_run import LossFunction, RunFiles
 from espalier.train.settings import Eagle3Config
 from espalier.train.target import Eagle3Target, FrozenTarget
 
-# A token outside the draft's vocabulary ends every path.  A draft of SmolLM2 with 4,096 of 49,152 ids missed 5.3%.
+# A draft cannot propose tokens outside its vocabulary, so these tokens end the accepted path.  With 4,096 of SmolLM2's
+# 49,152 token ids, 5.3% of the target's tokens were outside.
 MIN_COVERAGE = 0.995
 # A short text has few token ids.  A vocabulary of only these ids would lack tokens of other texts.
 MIN_VOCAB_SIZE = 4096
@@ -49,7 +50,8 @@ def new_draft(target: Eagle3Target, draft_vocabulary: np.ndarray, config: Eagle3
 def new_draft_with_vocabulary(
     target: Eagle3Target, files: RunFiles, config: Eagle3Config
 ) -> tuple[Eagle3Draft, dict[str, float]]:
-    """Returns (a new draft, the figure `coverage`).  Its vocabulary is the target's most frequent tokens."""
+    """Returns (a new draft whose vocabulary is the target's most frequent tokens, its figure: the share of the target's
+    greedy tokens that are in the vocabulary)."""
     counts = files.own_text.greedy_counts
     tokens = files.data.stream if len(files.data.stream) else files.own_text.texts.tokens
     ids, coverage = choose_vocabulary(tokens, counts, config.draft_vocab)
@@ -63,6 +65,7 @@ def make_loss(
     config: Eagle3Config,
     loss: Callable[..., tuple[Tensor, Tensor]] = training_loss,
 ) -> LossFunction:
+    """Returns a function for the loss of a batch.  loss: training_loss, or its compiled form."""
     return lambda embeds, features, logits, loss_mask: loss(
         draft, embeds, features, logits, loss_mask, config.ttt_steps, config.decay
     )

@@ -24,9 +24,10 @@ from espalier.train.writer import TargetWriter, find_repeats
 
 @dataclass
 class Beams:
-    """The draft rows of one depth of N trees.  All tensors are [N, K, ...].  scores: the sum of the log-probabilities
-    of the path to the row.  on_path: whether the text agrees with this path.  features: the draft's output, before
-    run_beams for the row's parent, after it for the row.  chain: (keys, values) of the ancestors, from depth 1 on."""
+    """The draft rows of one depth of N trees, K rows a tree.  All tensors are [N, K, ...].  scores: the sum of the
+    log-probabilities of the path to the row.  on_path: whether the text agrees with this path.  features: before
+    run_beams, the draft's output for the row's parent; after it, for the row.  chain: (keys, values) of the ancestors
+    from depth 1 on."""
 
     tokens: Tensor
     scores: Tensor
@@ -34,8 +35,10 @@ class Beams:
     features: Tensor
     chain: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
-    def select(self, index: Tensor, values: tuple[Tensor, Tensor, Tensor], parents: Tensor) -> Beams:
-        tokens, scores, on_path = (v.gather(1, index) for v in values)
+    def select(self, index: Tensor, candidates: tuple[Tensor, Tensor, Tensor], parents: Tensor) -> Beams:
+        """Returns the rows of the next depth.  index: [N, K], the best candidates.  candidates: their (tokens, scores,
+        on_path), [N, M] each.  parents: [N, K], the row of this depth that each best candidate continues."""
+        tokens, scores, on_path = (v.gather(1, index) for v in candidates)
         return Beams(tokens, scores, on_path, select_rows(self.features, parents), self.chain)
 
 
@@ -54,8 +57,8 @@ def accept_lengths(
     topk: int,
     num_draft_tokens: int,
 ) -> Tensor:
-    """Returns the accept length at every root position n, first_root <= n < T - steps.  tokens: [T], greedy text of the
-    target."""
+    """Returns the accept length of a round with its root at position n, for first_root <= n < T - steps.  tokens: [T],
+    greedy text of the target.  steps, topk, num_draft_tokens: sizes of the tree."""
     dtype = draft.fc.weight.dtype
     features, embeds = target(tokens[None])[0][0, :-1].to(dtype), target.embed(tokens[1:]).to(dtype)
     roots = torch.arange(first_root, len(tokens) - steps, device=tokens.device)
@@ -120,8 +123,8 @@ def run_beams(
 
 @dataclass
 class AcceptReport:
-    """Mean accept lengths.  fresh, repeated: over the rounds that decoding would run, in new text and in repeated text.
-    every_root: over one round at every position.  repeated_share: the share of rounds in repeated text."""
+    """Mean accept lengths.  fresh, repeated: over the rounds that decoding would run, in new text and in repeated text
+    (find_repeats).  every_root: over a round from every position.  repeated_share: share of rounds in repeated text."""
 
     fresh: float
     repeated: float
@@ -130,18 +133,20 @@ class AcceptReport:
 
 
 def make_report(lengths: list[Tensor], texts: list[np.ndarray], output_starts: list[int]) -> AcceptReport:
-    fresh: list[float] = []
-    repeated: list[float] = []
-    every_root: list[float] = []
+    """Returns the report.  lengths: for each text, the accept length of a round at each position of the output."""
+    fresh_lengths: list[float] = []
+    repeated_lengths: list[float] = []
+    every_length: list[float] = []
     for accepted, text, first in zip(lengths, texts, output_starts, strict=True):
         is_repeated, root, values = find_repeats(text), first, accepted.tolist()
-        every_root += values
+        every_length += values
         while root - first < len(values):
             length = values[root - first]
-            (repeated if is_repeated[root] else fresh).append(length)
+            (repeated_lengths if is_repeated[root] else fresh_lengths).append(length)
             root += length
-    means = [float(np.mean(x)) if x else float("nan") for x in (fresh, repeated, every_root)]
-    return AcceptReport(means[0], means[1], means[2], len(repeated) / max(1, len(repeated) + len(fresh)))
+    means = [float(np.mean(x)) if x else float("nan") for x in (fresh_lengths, repeated_lengths, every_length)]
+    num_repeated, num_rounds = len(repeated_lengths), len(repeated_lengths) + len(fresh_lengths)
+    return AcceptReport(means[0], means[1], means[2], num_repeated / max(1, num_rounds))
 
 
 # Continuations with at most this number of tokens are not measured.

@@ -39,6 +39,7 @@ Tree = tuple[int, int, int]
 class DraftKind:
     """The functions of a kind of draft.  In their arguments, `draft` is the training module.
 
+    load: (directory) -> a saved draft.  target: the class that computes what such drafts read of the target.
     new_draft: (target, files, config) -> (a new draft, figures for its card).
     loss: the loss of a batch, which may be compiled.  make_loss: (draft, target, config, loss) -> a LossFunction.
     make_rows: see DraftRun.

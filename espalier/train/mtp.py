@@ -30,6 +30,7 @@ def new_head(target: FrozenTarget, config: MtpConfig) -> MtpHead:
 def make_loss(
     head: MtpHead, target: FrozenTarget, config: MtpConfig, loss: Callable[..., tuple[Tensor, Tensor]] = mtp_loss
 ) -> LossFunction:
+    """Returns a function for the loss of a batch.  loss: mtp_loss, or its compiled form."""
     return lambda embeds, hidden, logits, loss_mask: loss(
         head, target.lm_head, embeds, hidden, logits, loss_mask, config.ttt_steps, config.decay
     )

@@ -11,7 +11,7 @@ The file contains no other tensors: the embedding and the lm_head are the target
 
 config.json has `speculators_model_type` "mtp", `speculators_config` with the target's path, `num_nextn_predict_layers`
 N, and `transformer_layer_config`, a Llama config with the sizes of one layer.  The field `mtp_form`, "chain" or
-"target", is Espalier's extension, because heads of speculators have one layer.  The default is "chain".
+"target" (mtp_head.py), is Espalier's extension, because heads of speculators have one layer.  The default is "chain".
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ SPECULATORS_VERSION = "0.9.0"
 def mtp_config(
     layer_config: dict[str, Any], num_layers: int, hidden_form: str, target: Path, architectures: list[str]
 ) -> dict[str, Any]:
-    """Returns the config.json of a head.  layer_config: the sizes of a layer, named as in a Llama config."""
+    """Returns the config.json of a head.  layer_config: the sizes of a layer, named as in a Llama config.  hidden_form:
+    "chain" or "target" (mtp_head.py).  architectures: the target's."""
     proposal = {"proposal_type": "greedy", "speculative_tokens": num_layers, "verifier_accept_k": 1}
     return {
         "architectures": ["MTPDraftModel"],

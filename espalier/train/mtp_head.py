@@ -80,8 +80,7 @@ class MtpHead(nn.Module):
         num_rows, num_layers = embeds.shape[1], len(self.layers)
         for skipped in range(min(num_depths, num_rows)):
             layer = self.layers[min(skipped, num_layers - 1)]
-            # The last `skipped` rows have no token.  Their embeddings are zeros, so that every depth has the same
-            # shape.
+            # The last `skipped` rows would read tokens after the text.  They get zeros, so that depths have one shape.
             x = layer.join(F.pad(embeds[:, skipped:], (0, 0, 0, skipped)), hidden_inputs)
             positions = torch.arange(skipped, skipped + num_rows, device=embeds.device)
             tables = rope_tables(positions, self.shape.head_dim, self.shape.rope_theta)

@@ -33,10 +33,10 @@ class Muon(torch.optim.Optimizer):
     """The Muon optimizer.  Matrices of the same shape are updated together, because many matrices are small."""
 
     def __init__(self, parameters: list[nn.Parameter], lr: float, momentum: float = 0.95, weight_decay: float = 0.0):
-        by_shape: dict[torch.Size, list[nn.Parameter]] = defaultdict(list)
+        parameters_by_shape: dict[torch.Size, list[nn.Parameter]] = defaultdict(list)
         for parameter in parameters:
-            by_shape[parameter.shape].append(parameter)
-        groups = [{"params": group} for group in by_shape.values()]
+            parameters_by_shape[parameter.shape].append(parameter)
+        groups = [{"params": group} for group in parameters_by_shape.values()]
         super().__init__(groups, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 
     @torch.no_grad()

@@ -49,7 +49,7 @@ class OwnText:
 
 
 def print_planned_work(config: OwnTextConfig, makes_text: bool) -> None:
-    """Prints the first line of a run: the device, the planned work and, on a CPU, flags for a shorter run."""
+    """Prints the device, the planned work and, on a CPU, flags for a shorter run.  makes_text: if text is generated."""
     device, work, trial = training_device(), [], TRIAL_FLAGS
     if makes_text:
         most = "" if config.text_seconds is None else f" within {format_minutes(config.text_seconds)}"
@@ -95,8 +95,8 @@ def require_prompts(data: UserText, config: OwnTextConfig, target: Path) -> None
 
 def make_own_text(writer: TargetWriter, data: UserText, config: OwnTextConfig, unfinished: UnfinishedText) -> None:
     """Generates continuations, batch by batch, until there are config.continuations, or until text_seconds have passed.
-    An interrupted run generates the same text, because a batch depends only on its number, its size and the prompt
-    lengths.  If generate_batch changes, the remaining text differs, but no batch is generated twice."""
+    A continued run generates the same text as an uninterrupted one: a batch depends only on its number, its size and
+    the prompt lengths.  If generate_batch changes, the remaining text differs, but no batch is generated twice."""
     if num_old := unfinished.num_texts:
         print(f"{unfinished.path} has {num_old} continuations, {config.continuations - num_old} are left", flush=True)
     started_at, num_made, seconds, max_seconds = time.perf_counter(), 0, 0.0, config.text_seconds or math.inf
@@ -107,7 +107,7 @@ def make_own_text(writer: TargetWriter, data: UserText, config: OwnTextConfig, u
             if not data.conversations
             else _conversation_prompts(data, config, num_texts, size)
         )
-        # A second greedy answer to the same conversation would equal the first, so it is sampled.
+        # A further answer to a conversation is sampled, because a greedy one would equal the first answer.
         is_new = not data.conversations or config.seed * config.continuations + num_texts < len(data.conversations)
         is_sampled = int((number + 1) * config.sampled_share) > int(number * config.sampled_share) or not is_new
         seed = config.seed * WINDOW_SEED_FACTOR + 1 + number
@@ -121,7 +121,7 @@ def make_own_text(writer: TargetWriter, data: UserText, config: OwnTextConfig, u
 
 def _cut_prompts(data: UserText, config: OwnTextConfig, batch_number: int, num_prompts: int) -> list[np.ndarray]:
     """Returns prompts of one length for a batch, cut from the documents.  Batches take the lengths of prompt_batches()
-    in turn, which require_prompts has checked."""
+    in turn.  require_prompts has checked that the documents have enough tokens."""
     lengths = [length for length, _ in config.prompt_batches()]
     length, seed = lengths[batch_number % len(lengths)], config.seed * WINDOW_SEED_FACTOR + 1 + batch_number
     windows = StreamWindows(data.stream, length, torch.device("cpu"), seed)
@@ -129,7 +129,8 @@ def _cut_prompts(data: UserText, config: OwnTextConfig, batch_number: int, num_p
 
 
 def _conversation_prompts(data: UserText, config: OwnTextConfig, num_done: int, num_prompts: int) -> list[np.ndarray]:
-    """Returns the conversations of a batch.  All seeds have the same order; seed n begins where seed n - 1 ends."""
+    """Returns the prompts of a batch, in a random order that is the same for all seeds.  The prompts of seed n begin
+    where those of seed n - 1 end.  num_done: how many prompts of this seed are done."""
     order = np.random.default_rng(0).permutation(len(data.conversations))
     positions = config.seed * config.continuations + num_done + np.arange(num_prompts)
     return [data.conversations[order[position % len(order)]].tokens for position in positions]
@@ -172,14 +173,14 @@ def write_own_text(
 
 
 def longest_text(data: UserText, config: OwnTextConfig, prompts: Sequence[np.ndarray] = ()) -> int:
-    """Returns the most tokens that a prompt has with its continuation.  prompts: further prompts, not in `data`."""
+    """Returns the length of the longest prompt with its continuation.  prompts: further prompts, not in `data`."""
     conversations = [each.tokens for each in data.conversations]
     cut_lengths = [] if conversations else [length for length, _ in config.prompt_batches()]
     return max([*map(len, conversations), *map(len, prompts), *cut_lengths]) + config.continuation_tokens
 
 
 def open_unfinished(config: OwnTextConfig, work_dir: Path, origin: Mapping[str, str]) -> UnfinishedText:
-    """Opens the unfinished text of config.seed.  Raises EspalierError as UnfinishedText does."""
+    """Opens the unfinished text of config.seed.  origin: see work.origin_of.  Raises EspalierError."""
     return UnfinishedText(_unfinished_file(work_dir, config), {**origin, **fixed_settings(config, OwnTextConfig)})
 
 
@@ -191,7 +192,7 @@ def require_unfinished(config: OwnTextConfig, work_dir: Path, origin: Mapping[st
 
 
 def own_text_command(target_dir: Path, data: UserText, config: OwnTextConfig, work_dir: Path) -> None:
-    """Runs `espalier train own-text`.  Raises EspalierError before the target is loaded."""
+    """Runs `espalier train own-text`.  Checks everything before the target is loaded.  Raises EspalierError."""
     origin = origin_of(target_dir, data.all_tokens)
     require_prompts(data, config, target_dir)
     saved_texts(config, work_dir, origin)

@@ -61,7 +61,7 @@ class OwnTextConfig:
         check_fields(self, flag_of)
 
     def prompt_batches(self) -> list[tuple[int, int]]:
-        """Returns (tokens of a prompt, most prompts of a batch) for each of PROMPT_LENGTHS that a batch has."""
+        """Returns (length of the prompts, largest number of prompts) of the batches, for each prompt length in use."""
         num_left = [self.continuations - self.generate_batch * i for i in range(len(PROMPT_LENGTHS))]
         sizes = [min(self.generate_batch, count) for count in num_left]
         return [(length, size) for length, size in zip(PROMPT_LENGTHS, sizes, strict=True) if size > 0]
@@ -222,6 +222,7 @@ def require_depths(ttt_steps: int, length: int) -> None:
 
 
 def fixed_settings(config: OwnTextConfig, kind: type[OwnTextConfig]) -> dict[str, str | None]:
-    """Returns the values that must not change when a run is continued, by flag of `kind`; None if not set."""
+    """Returns {flag: value} of the fields of `kind` that must not change when a run is continued.  kind: the class of
+    `config`, or a base class."""
     values = {f.name: getattr(config, f.name) for f in fields(kind) if not f.metadata.get("free")}
     return {flag_of(name): None if value is None else str(value) for name, value in values.items()}

@@ -24,12 +24,12 @@ class SavedState:
     path: Path
     made_from: Mapping[str, str | None]
 
-    def save(self, model: nn.Module, optimizers: list[torch.optim.Optimizer], step: int) -> None:
-        state = {"model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers], "step": step}
+    def save(self, model: nn.Module, optimizers: list[torch.optim.Optimizer], num_steps_done: int) -> None:
+        state = {"model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers]}
         remedy = "free some space there, or give another --work"
         # The file is opened by Python, because PyTorch's own errors do not name the cause.
         with replace_file(self.path, remedy) as unfinished, unfinished.open("wb") as file:
-            torch.save({**state, "made_from": dict(self.made_from)}, file)
+            torch.save({**state, "step": num_steps_done, "made_from": dict(self.made_from)}, file)
 
     def load(self, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> int:
         """Restores the state in place.  Returns the number of finished steps; 0 if there is no state."""

@@ -13,8 +13,8 @@ from espalier.errors import EspalierError
 
 
 def num_windows(num_tokens: int, row_length: int) -> int:
-    """Returns how many windows fit into a stream at every offset of the first window.  Windows begin at each
-    `row_length`-th token, and have `row_length + 1` tokens.  The offset is below `row_length`."""
+    """Returns how many windows fit into a stream, wherever the first window begins: at any token before `row_length`.
+    A window has `row_length + 1` tokens, and begins `row_length` tokens after the window before."""
     return max(0, (num_tokens - 1) // row_length - 1)
 
 
@@ -85,16 +85,15 @@ class TextList:
 
 class TextRows:
     """Rows of `row_length + 1` tokens, each with one text or several.  A row begins at the beginning of a text, as in
-    decoding, because the target's hidden states would differ otherwise.  A text goes on in the next row only if the
-    rest of the text fills that row.  A shorter rest is left out in this epoch.  Each epoch has its own order.
-    """
+    decoding, because the target's hidden states would differ otherwise.  Only a text whose rest fills the whole next
+    row goes on there.  A shorter rest is left out in this epoch.  Each epoch has its own order of texts."""
 
     def __init__(self, texts: TextList, row_length: int, device: torch.device, seed: int) -> None:
         self.texts, self.length, self.device, self.seed = texts, row_length, device, seed
         self.text_starts = np.cumsum(texts.lengths) - texts.lengths
 
     def epoch_order(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns (indices into texts.tokens, in the order of the epoch's texts; where each row begins among them)."""
+        """Returns (indices into texts.tokens in the epoch's order of texts, where each row begins in these indices)."""
         order = np.random.default_rng((self.seed, epoch)).permutation(len(self.text_starts))
         lengths, size = self.texts.lengths[order], self.length + 1
         ends = np.cumsum(lengths)

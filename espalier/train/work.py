@@ -48,7 +48,8 @@ def text_digest(tokens: np.ndarray) -> str:
 def require_same_origin(
     path: Path, made_from: Mapping[str, str | None] | None, expected: Mapping[str, str | None], remedy: str
 ) -> None:
-    """Raises EspalierError if the values that a file was made from differ from `expected`."""
+    """Raises EspalierError if a file was made from other values than `expected`.  made_from: the values that the file
+    records, by flag; None if it records none.  remedy: advice for the message."""
     if made_from is None:
         raise EspalierError(f"{path} does not say what it was made from; {remedy}, or delete it")
     for flag, value in expected.items():

@@ -184,7 +184,8 @@ def test_in_a_pass_only_quantised_matrices_take_plans(tuner, monkeypatch, weight
     runs = model.target_pass(16)
     table = dict.fromkeys(((shape, 16) for shape in model.matrix_shapes(weights)), FIRST)
     tuner.random_weights.make_pass(runs, tune._multiply_by_table(runs, table, 16))()
-    parts = {(768, 256): "in_parts", (256, 256): "in_parts", (2048, 256): "gated", (256, 1024): "in_parts"}
+    summed = "as_partial_sums"
+    parts = {(768, 256): summed, (256, 256): summed, (2048, 256): "gated", (256, 1024): summed}
     assert (
         taken[:4] == [(shape, FIRST, {how: True}) for shape, how in parts.items()] and len(taken) == 4 * WIDE.num_layers
     )

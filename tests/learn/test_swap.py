@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from espalier.errors import EspalierError
-from espalier.learn.swap import Swap, tensor_places
+from espalier.learn.swap import Swap, held_tensors
 from espalier.request import SamplingParams
 from espalier.speculate.drafters.registry import load_draft
 from espalier.startup.checkpoints import BUNDLED, find_draft, find_target
@@ -97,9 +97,9 @@ def test_every_tensor_of_a_draft_is_the_new_ones(algorithm, dtype, tmp_path):
     def plain(tensor):
         return tensor.to_dense() if tensor.is_mkldnn else tensor
 
-    found = list(tensor_places(served))
+    found = list(held_tensors(served))
     assert all(
-        torch.equal(plain(one.tensor), plain(two.tensor)) for one, two in zip(found, tensor_places(fresh), strict=True)
+        torch.equal(plain(one.tensor), plain(two.tensor)) for one, two in zip(found, held_tensors(fresh), strict=True)
     )
     own = sum(plain(place.tensor).numel() for place in found)
     assert own >= sum(value.numel() for name, value in weights.items() if name not in ("t2d", "d2t"))
@@ -111,5 +111,5 @@ def test_another_form_is_refused_by_name():
         with pytest.raises(EspalierError, match=r"draft.head.weight.*\[16, 16\].*\[12, 16\]|other parts"):
             Swap(served, loaded(llm, draft(1, vocab=12)))
         assert all(
-            torch.equal(a.tensor, b.tensor) for a, b in zip(tensor_places(served), tensor_places(before), strict=True)
+            torch.equal(a.tensor, b.tensor) for a, b in zip(held_tensors(served), held_tensors(before), strict=True)
         )
