@@ -1,6 +1,6 @@
 """Runs a batch: sends every unanswered line over HTTP, or to an ASGI application in this process.
 
-If a failure does not depend on the line, the line is sent again: after a full queue, a restarting server, or a lost
+A line is sent again after a failure that the line did not cause: a full queue, a restarting server or a lost
 connection.  Only the lines in flight are in memory, so a file may have any number of lines.
 """
 
@@ -17,11 +17,12 @@ import msgspec
 from espalier.batch_jobs.files import DEFAULT_URLS, BatchLine, Journal, LineError, Response, id_prefix, parse_line
 from espalier.errors import EspalierError, one_line, shown
 
-# The longest wait for the next bytes of an answer.  It is long, because some answers take many minutes.
+# The longest wait for the next bytes of an answer.  The wait is long, because some answers take many minutes.
 ANSWER_TIMEOUT_S = 3600.0
 CONNECT_TIMEOUT_S = 10.0
 FIRST_RETRY_PAUSE_S, MAX_RETRY_PAUSE_S = 0.25, 10.0
-# A line that got lost this many times is not sent again, because the line itself may crash the server.
+# A line is not sent again if the connection broke this many times while the line was answered, because the line itself
+# may crash the server.
 MAX_TIMES_LOST = 5
 RETRIED_STATUSES = (429, 502, 503)
 STATUS_NOT_FOUND = 404
@@ -31,7 +32,7 @@ SYNC_INTERVAL_S = 1.0
 
 class NotAnswered(Exception):
     """A line got no answer.  retry_after_s: the shortest wait before a retry.  is_final: whether a retry would fail
-    too.  was_lost: whether the line may have reached a server, and so may have crashed it."""
+    too.  was_lost: whether the line may have reached a server and crashed the server."""
 
     def __init__(self, reason: str, retry_after_s: float = 0.0, is_final: bool = False, was_lost: bool = False):
         super().__init__(reason)
@@ -101,7 +102,7 @@ class Sender:
             body = msgspec.json.decode(http_response.content)
         except msgspec.DecodeError:
             body = None
-        _require_answer(http_response, body)
+        _raise_if_not_answered(http_response, body)
         if not isinstance(body, dict):
             answered = f"the server answered {http_response.status_code}"
             message = f"{answered} without a JSON object; is it an OpenAI-compatible server?"
@@ -109,8 +110,8 @@ class Sender:
         return Response(http_response.status_code, http_response.headers.get("x-request-id", request_id), body)
 
 
-def _require_answer(response: httpx.Response, body: Any) -> None:
-    """Raises NotAnswered for an error status that does not depend on the line."""
+def _raise_if_not_answered(response: httpx.Response, body: Any) -> None:
+    """Raises NotAnswered for an error that the line did not cause.  body: the decoded JSON of the response, or None."""
     body = body if isinstance(body, dict) else {}
     error = body.get("error") or {}
     error = error if isinstance(error, dict) else {"message": str(error)}
@@ -133,7 +134,7 @@ def _require_answer(response: httpx.Response, body: Any) -> None:
 
 
 def split_url(url: str) -> SplitResult:
-    """Splits a server's URL.  Raises EspalierError for other text."""
+    """Splits a server's URL.  Raises EspalierError if the URL is not supported."""
     try:
         url_parts = urlsplit(url)
         # Some hosts that urlsplit accepts are refused by httpx.
@@ -146,7 +147,7 @@ def split_url(url: str) -> SplitResult:
 
 
 def http_client(url: str, api_key: str | None, concurrency: int) -> httpx.AsyncClient:
-    """Returns an HTTP client of a server.  url: with or without /v1.  Raises EspalierError."""
+    """Returns an HTTP client for a server.  url: with or without /v1 at the end.  Raises EspalierError."""
     split_url(url)
     limits = httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
     base = url.rstrip("/").removesuffix("/v1")
@@ -155,7 +156,7 @@ def http_client(url: str, api_key: str | None, concurrency: int) -> httpx.AsyncC
 
 
 def app_client(app: AsgiApp, api_key: str | None = None) -> httpx.AsyncClient:
-    """Returns an HTTP client of an ASGI application in this process."""
+    """Returns an HTTP client that calls an ASGI application in this process."""
     transport = httpx.ASGITransport(app)
     return httpx.AsyncClient(transport=transport, base_url="http://batch", headers=_key_headers(api_key), timeout=None)
 
@@ -187,7 +188,7 @@ async def run_batch(
     on_answer: Callable[[], object] = lambda: None,
     urls: Collection[str] = DEFAULT_URLS,
 ) -> None:
-    """Send all unanswered lines of the journal's input, and write the answers.
+    """Send all unanswered lines of the journal's input file, and write the answers to the journal.
 
     concurrency: how many lines are sent at once.  on_answer: called after each written answer.  urls: allowed values of
     the field url.  Raises EspalierError if the server does not answer any more, or the output cannot be written.
@@ -196,7 +197,7 @@ async def run_batch(
     lines = journal.unanswered_lines()
     try:
         async with asyncio.TaskGroup() as group:
-            sync_task = group.create_task(_sync_periodically(journal))
+            sync_task = group.create_task(_sync_journal_periodically(journal))
             async with asyncio.TaskGroup() as workers:
                 for _ in range(min(concurrency, journal.num_unanswered)):
                     workers.create_task(_answer_lines(lines, journal, sender, on_answer, urls))
@@ -214,7 +215,9 @@ async def _answer_lines(
     on_answer: Callable[[], object],
     urls: Collection[str],
 ) -> None:
-    """Send one line after another.  Several tasks run this function at once, and share the iterator `lines`."""
+    """Send one line after another, and write the answers.  Several tasks run this function with the same iterator.
+
+    lines: yields (line number, bytes)."""
     for number, data in lines:
         custom_id: str | None = None
         answer: Response | LineError
@@ -228,10 +231,10 @@ async def _answer_lines(
         on_answer()
 
 
-async def _sync_periodically(journal: Journal) -> None:
+async def _sync_journal_periodically(journal: Journal) -> None:
     while True:
         await asyncio.sleep(SYNC_INTERVAL_S)
-        # In a thread, because a slow disk must not block the event loop.
+        # The sync runs in a thread, because a slow disk must not block the event loop.
         await asyncio.to_thread(journal.sync)
 
 

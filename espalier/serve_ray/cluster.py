@@ -19,8 +19,8 @@ log = logging.getLogger("espalier.server")
 APP_NAME = "espalier"
 # The size of Ray's object store in a new cluster: small, because messages of replicas do not use the store.
 OBJECT_STORE_BYTES = 2**28
-# The environment of a new cluster.  gRPC between Serve's processes halves the cost of a streamed token
-# (docs/deploy.md).  RAY_worker_niceness=0 gives the processes normal priority.
+# Environment variables of a new cluster.  RAY_SERVE_THROUGHPUT_OPTIMIZED=1 makes Serve's processes use gRPC, which
+# halves the cost of a streamed token (docs/deploy.md).  RAY_worker_niceness=0 gives the processes normal priority.
 OWN_CLUSTER_ENV = MappingProxyType(
     {
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
@@ -33,7 +33,7 @@ OWN_CLUSTER_ENV = MappingProxyType(
 CONNECT_TIMEOUT_S = 10.0
 # The time for Ray Serve to kill replicas that still run after drain_timeout_s.
 KILL_TIMEOUT_S = 20.0
-# Matches the reason of a refusal in the traceback of a replica.
+# Finds in the traceback of a replica why it refused to start.
 REFUSAL_PATTERN = re.compile(r"EspalierError: (.+)")
 
 
@@ -44,7 +44,7 @@ def serve_replicas(service: Service, host: str, port: int) -> None:
 
     shutdown_event = threading.Event()
     is_own_cluster = _connect(ray, host, port)
-    # Set after ray.init, because ray.init sets signal handlers that end the process with a stack trace.
+    # The handlers are set after ray.init, because ray.init sets handlers that end the process with a stack trace.
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, lambda *_: shutdown_event.set())
     try:
@@ -59,7 +59,7 @@ def serve_replicas(service: Service, host: str, port: int) -> None:
             _deploy(serve, service, shutdown_event)
             if not shutdown_event.is_set():
                 names = ", ".join(model.name for model in service.models)
-                counts = (dict.fromkeys((m.replicas.min_count, m.replicas.max_count)) for m in service.models)
+                counts = (dict.fromkeys((m.replicas.min_replicas, m.replicas.max_replicas)) for m in service.models)
                 replicas = " and ".join(" to ".join(map(str, each)) for each in counts)
                 log.info("serving %s at http://%s:%d/v1 with %s replicas", names, host, port, replicas)
                 shutdown_event.wait()
@@ -75,8 +75,8 @@ def serve_replicas(service: Service, host: str, port: int) -> None:
 def _connect(ray: Any, host: str, port: int) -> bool:
     """Connect to the Ray cluster of RAY_ADDRESS, else to the cluster on this machine, else start a cluster.
 
-    RAY_ADDRESS=local always starts a cluster.  Returns whether a cluster was started.  Raises EspalierError.  A used
-    port is refused first, because starting a cluster takes ten seconds.
+    RAY_ADDRESS=local always starts a cluster.  Returns whether a cluster was started.  Raises EspalierError.  Before
+    a cluster is started, the port is checked, because starting a cluster takes ten seconds.
     """
     log_options = {"logging_level": logging.WARNING}
     address = os.environ.get("RAY_ADDRESS")
@@ -118,7 +118,7 @@ def _no_cluster_error(address: str, error: Exception) -> EspalierError:
 
 def _require_gpus(ray: Any, service: Service) -> None:
     """Refuse a cluster with too few GPUs.  All GPUs of a replica must be on one machine.  Raises EspalierError."""
-    replicas = [model for model in service.models for _ in range(model.replicas.max_count)]
+    replicas = [model for model in service.models for _ in range(model.replicas.max_replicas)]
     needed = sorted(filter(None, (num_gpus_of(model.settings) for model in replicas)), reverse=True)
     free_gpus = [int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]] or [0]
     total, num_placed = sum(free_gpus), 0
@@ -162,7 +162,7 @@ def _bindable_port(host: str, port: int) -> int:
 
 
 def _delete_app(serve: Any, drain_timeout_s: float) -> None:
-    """Delete the application.  Its replicas may finish their requests within drain_timeout_s."""
+    """Delete the application.  Its replicas have drain_timeout_s to finish their requests."""
     end = time.monotonic() + drain_timeout_s + KILL_TIMEOUT_S
     # `delete` waits only one minute, but drain_timeout_s may be longer.
     with suppress(TimeoutError):
@@ -191,7 +191,7 @@ def _deploy(serve: Any, service: Service, shutdown_event: threading.Event) -> No
 
 
 def _reason_of_failure(message: str) -> str:
-    """Returns in one line why a deployment failed.  message: Ray Serve's, of many lines."""
+    """Returns in one line why a deployment failed.  message: Ray Serve's message, which has many lines."""
     reason = REFUSAL_PATTERN.findall(message)
     return (
         f"a replica cannot load: {reason[-1]}" if reason else f"Ray Serve cannot deploy: {one_line(Exception(message))}"

@@ -31,7 +31,7 @@ NO_REPLICA_REASON = "no replica is ready; Ray Serve is starting one"
 
 @dataclass
 class PooledPrompt:
-    """A submitted prompt.  has_begun: whether its first output token has arrived."""
+    """A submitted prompt.  generation: receives the output.  has_begun: whether output has arrived."""
 
     submitted: SubmittedPrompt
     generation: Generation
@@ -47,8 +47,9 @@ class EnginePool:
     """The engine replicas of one model.  Implements protocol.Engines.
 
     handle: Ray Serve's DeploymentHandle of replica.EngineReplica.  name: the model's name, a label in the metrics.
-    max_replicas: the upper limit of autoscaling.  slot_share: the part of all slots that is for this API server, 1 /
-    number of API servers.  is_replica_lost: returns whether an exception of a call means that the replica has ended.
+    max_replicas: the upper limit of autoscaling.  slot_share: the share of the engines' batch slots that this API
+    server counts as its own, 1 / number of API servers.  is_replica_lost: returns whether an exception of a call means
+    that the replica has ended.
     """
 
     handle: Any
@@ -101,6 +102,7 @@ class EnginePool:
 
     @property
     def open_samples(self) -> int:
+        """The number of samples that wait or run."""
         return sum(generation.num_running[name] for name, (generation, _) in self._open_prompts.items())
 
     def require_running(self) -> None:
@@ -140,7 +142,7 @@ class EnginePool:
     # One prompt
 
     async def _run(self, prompt: PooledPrompt) -> None:
-        """Run a prompt until its output is complete.  After an error, make its generation fail."""
+        """Run a prompt until its output is complete.  After an error, the prompt's Generation fails with this error."""
         try:
             await self._try_replicas(prompt)
         except Exception as error:

@@ -1,4 +1,5 @@
-"""The HTTP endpoints.  Each endpoint checks a request, makes its prompts and passes them to the model's frontend."""
+"""The HTTP endpoints.  Each endpoint checks a request, makes the token ids of its prompts, and passes them to the
+model's frontend, which runs them (frontend.py)."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -45,7 +46,8 @@ ORIGIN_PATTERN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
 
 @dataclass(frozen=True)
 class PreparedChat:
-    """A checked chat request with its prompt.  ignored_fields: the sent fields that have no effect."""
+    """A checked chat request.  ignored_fields: the sent fields that have no effect.  prompt: its token ids.  plan: how
+    the output is parsed into a message."""
 
     ignored_fields: list[str]
     prompt: list[int]
@@ -55,7 +57,8 @@ class PreparedChat:
 
 @contextmanager
 def as_api_errors(field: str | None = None) -> Iterator[None]:
-    """Turns an EspalierError that leaves the block into an ApiError.  field: see bad_request_error."""
+    """Turns an EspalierError that leaves the block into an ApiError.  field: the body field for the ApiError if the
+    EspalierError's message names no field."""
     try:
         yield
     except EspalierError as error:
@@ -105,7 +108,7 @@ def message_steps(
     check_text: TextCheck,
     plan: ChatPlan,
 ) -> RenderLoop:
-    """Returns a generator that tokenizes messages by the chat template (chat.RenderLoop).  Raises EspalierError."""
+    """Returns a generator that tokenizes messages with the chat template (chat.RenderLoop).  Raises EspalierError."""
     template_messages = plan.template_messages([message.as_template_dict() for message in messages])
     return inputs.chat_steps(template_messages, check_text=check_text, **options)
 
@@ -143,7 +146,7 @@ class ApiOptions:
     additional_keys: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        """Refuse a value that is no origin of a web page, or comes twice.  Raises EspalierError."""
+        """Refuse a CORS origin that is not the origin of a web page, or is given twice.  Raises EspalierError."""
         for origin in self.cors_origins:
             if origin not in ("*", "null") and not ORIGIN_PATTERN.fullmatch(origin):
                 raise EspalierError(
@@ -156,7 +159,8 @@ class ApiOptions:
 def make_app(
     frontends: Frontends, options: ApiOptions, batches: BatchRunner | None = None
 ) -> tuple[ASGIApp, RequestMiddleware]:
-    """Returns (application, its middleware, which counts open requests).  batches: None for no batch endpoints."""
+    """Returns (application, its RequestMiddleware).  The middleware counts open requests.  batches: None for a server
+    without batch endpoints."""
     endpoints = [
         *_generation_endpoints(frontends),
         *_tokenizer_endpoints(frontends),
@@ -253,7 +257,8 @@ def _prompt_ids(
 ) -> list[list[int]]:
     """Returns the prompts' token ids.  Raises EspalierError.
 
-    check_text: refuses a too long text, if the text will be truncated.  Other texts must fit max_context."""
+    check_text: raises EspalierError for a text that is too long.  It is called only if prompts are truncated, because
+    otherwise max_context limits a prompt."""
     keep_last, token_lists = body.truncate_prompt_tokens, []
     for prompt in prompts:
         if keep_last is not None and isinstance(prompt, str):

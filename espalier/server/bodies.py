@@ -1,8 +1,8 @@
 """Reads request bodies: small bodies in the API server, large bodies in a separate process, the body process.
 
-Parsing a large body holds Python's GIL for up to a second.  Even in a thread, it would stop every stream.  This module
+Parsing a large body holds Python's GIL for up to a second, so parsing in a thread would stop every stream.  This module
 is also the program of the body process, which exits when the API server exits.  A message to or from the body process
-is a frame: a length and a pickle.  Pickle is safe here, because nobody else can write to the pipes.
+is a frame: a length and a pickle.  Pickle is safe here, because no other process can write to the pipes.
 """
 
 import json
@@ -42,8 +42,8 @@ IDENTITY_ENCODING = "identity"
 class BodyLimits(msgspec.Struct, frozen=True):
     """The limits of a request body.  All fields are numbers, because they are sent to the body process.
 
-    max_prompts: the most prompts of a request.  max_token_ids: the most token ids for /detokenize.  max_position: the
-    model's number of positions, None if unknown; for the error about a too long prompt.
+    max_prompts: the most prompts of a request.  max_token_ids: the most token ids for /detokenize.  max_position: how
+    many positions the model supports, None if unknown.  The error for a prompt that is too long names max_position.
     """
 
     vocab_size: int
@@ -73,7 +73,7 @@ def read_body(model: type[BaseModel], content_type: str, data: bytes, limits: Bo
 
 
 def require_utf8(content_type: str) -> None:
-    """Refuse a content type that names another charset, before anything is decoded.  Raises ApiError.
+    """Refuse a content type that names a charset other than UTF-8, before anything is decoded.  Raises ApiError.
 
     Otherwise a client could choose a codec of Python that takes time quadratic in the body's length.
     """
@@ -154,7 +154,8 @@ def _num_entries(value: Any, limit: int) -> int:
 
 
 def _refuse_mixed_types(prompt: Any) -> None:
-    """Refuse a prompt list of mixed types.  pydantic's error would name only one of the types.  Raises ApiError."""
+    """Refuse a list of prompts that are not all of one type, because pydantic's error would name only one of the types.
+    Raises ApiError."""
     for i, entry in enumerate(prompt if isinstance(prompt, list) else ()):
         if type(entry) is not type(prompt[0]):
             allowed = "send a text, texts, token ids, or lists of token ids"

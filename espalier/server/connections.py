@@ -1,4 +1,4 @@
-"""The open connections.  Connections of stalled clients are closed.  If too many are open, an idle one is closed.
+"""The open connections.  Connections of stalled clients are closed.  If too many connections are open, one is closed.
 
 A stalled client does not read its response, or does not send a whole request.  All connections are checked
 periodically, because asyncio keeps even a closed transport until its last byte is sent.
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("espalier.server")
 # A connection is closed if no data arrives within this time after a response.
 KEEP_ALIVE_S = 5.0
-# The most connections that asyncio accepts in one iteration of its loop.  None of them can be closed in this iteration.
+# The most connections that asyncio accepts in one iteration of its loop.  The server can only close them later.
 MAX_ACCEPTS_PER_LOOP_TURN = 16
 # A closed connection holds its descriptor for two more iterations of the loop.
 LOOP_TURNS_TO_CLOSE = 3
@@ -44,9 +44,10 @@ OUT_OF_RESOURCES_ERRNOS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOM
 class OpenConnections:
     """The open connections of one server.
 
-    max_open: the most open connections (max_connections), None for no limit.  Above the limit, one is closed.  First
+    max_open: the most open connections (max_connections), None for no limit.  If more are open, one is closed.  First
     choice: the connection that has been idle longest, without a request in progress or unsent output.  Second choice:
-    the oldest connection whose client has not sent its whole request or read its whole response.  Else the new one.
+    the oldest connection whose client has not sent its whole request or read its whole response.  Third choice: the new
+    connection.
 
     send_timeout_s: how long a client may leave output unread.  body_timeout_s: the time limit for a request's headers,
     from the request's first byte or the connection's start.  None for no limit.  middleware.py limits the body's time.
@@ -61,7 +62,8 @@ class OpenConnections:
         self.body_timeout_s = body_timeout_s
         # A dict as an ordered set.  The order: when a connection was opened or last became idle, oldest first.
         self._open: dict[Connection, None] = {}
-        # By connection with unsent output: (bytes that the system has taken so far, when it last took some).
+        # For each connection with unsent output: (how many bytes the operating system has taken so far, when this
+        # number last grew).
         self._send_progress: dict[Connection, tuple[int, float]] = {}
         self._log_limiter = LogLimiter()
 
@@ -109,14 +111,17 @@ class OpenConnections:
                 self._send_progress.pop(connection, None)
                 self._abort_if_not_sending(connection, now)
 
-    def _abort_if_not_reading(self, connection: "Connection", num_unsent: int, now: float, limit: float | None) -> None:
+    def _abort_if_not_reading(
+        self, connection: "Connection", num_unsent: int, now: float, limit_s: float | None
+    ) -> None:
+        """Abort a connection whose client has read nothing for limit_s.  num_unsent: the number of unsent bytes."""
         # The connection's idle time begins only when all output is sent.
         connection.idle_since = now
         num_taken = connection.num_written - num_unsent
         num_taken_before, last_taken_at = self._send_progress.get(connection, (num_taken, now))
         last_taken_at = now if num_taken > num_taken_before else last_taken_at
         self._send_progress[connection] = num_taken, last_taken_at
-        if limit is not None and now - last_taken_at >= limit:
+        if limit_s is not None and now - last_taken_at >= limit_s:
             message = "the client read nothing for %.0f s: the connection is closed, %d bytes were not sent"
             _log_and_abort(connection, message, now - last_taken_at, num_unsent)
             self.metrics.stalled_readers.inc()
@@ -168,7 +173,8 @@ def max_connections() -> int | None:
 
 
 def log_failed_accepts_rarely(loop: asyncio.AbstractEventLoop) -> None:
-    """From now on, log failed accepts for want of descriptors or memory at most once a minute, without tracebacks."""
+    """From now on, if connections cannot be accepted because file descriptors or memory run out, log this at most once
+    a minute, without traceback."""
     log_limiter = LogLimiter()
 
     def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
