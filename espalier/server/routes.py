@@ -71,7 +71,8 @@ class Endpoint:
 
     handler: takes the request and, if `body` is set, the parsed body; returns the response.  body: the body's pydantic
     class, None for no body.  The other fields are for /openapi.json.  summary: one line; an endpoint with "" is left
-    out.  errors: the possible error statuses.  responses: {status: {content type: {"schema": JSON schema}}} of success.
+    out.  errors: the possible error statuses.  responses: the responses without an error, as
+    {status: {content type: {"schema": JSON schema}}}.
     """
 
     method: str
@@ -84,7 +85,8 @@ class Endpoint:
 
 
 def make_router(frontends: Frontends, endpoints: Sequence[Endpoint]) -> Router:
-    """Returns the ASGI application that calls the endpoints.  Errors leave it as ApiErrors for the middleware."""
+    """Returns the ASGI application that calls the endpoints.  The application raises ApiErrors, which the middleware
+    turns into responses."""
     by_path: dict[str, dict[str, Endpoint]] = {}
     for endpoint in endpoints:
         by_path.setdefault(endpoint.path, {})[endpoint.method] = endpoint
@@ -160,6 +162,8 @@ def path_not_served_error(path: str, served: Collection[str]) -> ApiError:
 
 
 class FieldRow(NamedTuple):
+    """A field of a schema on the page /docs.  kind: the field's type as text."""
+
     name: str
     kind: str
     summary: str
@@ -167,7 +171,8 @@ class FieldRow(NamedTuple):
 
 
 class Operation(NamedTuple):
-    """A method of a path on the page /docs.  body: the name of the body's schema; "" for no body."""
+    """A method of a path on the page /docs.  body: the name of the body's schema; "" for no body.  statuses: all
+    possible statuses of a response, as text."""
 
     method: str
     path: str
@@ -265,6 +270,7 @@ def example_requests(frontends: Frontends, needs_key: bool) -> Iterator[tuple[st
 
 
 def operations_of(openapi_json: dict[str, Any]) -> Iterator[Operation]:
+    """Yields the operations of an OpenAPI description."""
     for path, methods in openapi_json["paths"].items():
         for method, operation in methods.items():
             content = operation.get("requestBody", {}).get("content", {})
@@ -274,7 +280,7 @@ def operations_of(openapi_json: dict[str, Any]) -> Iterator[Operation]:
 
 
 def schemas_of(openapi_json: dict[str, Any]) -> dict[str, list[FieldRow]]:
-    """Returns the fields of each schema by the schema's name."""
+    """Returns the fields of each schema in an OpenAPI description, by the schema's name."""
     schemas = openapi_json.get("components", {}).get("schemas", {})
     return {
         _short_schema_name(name): [

@@ -24,13 +24,15 @@ MAX_INLINE_SIZE = 2048
 
 @dataclass
 class TokenizerThread:
-    """One thread with its tokenizer.  num_unfinished_calls: calls that wait or run, also if their request has ended."""
+    """One thread with its tokenizer.  num_unfinished_calls: how many calls wait or run.  A call whose HTTP request has
+    ended counts too."""
 
     inputs: InputProcessor
     thread: ThreadPoolExecutor
     num_unfinished_calls: int = 0
 
     async def run(self, work: Callable[..., T], *values: Any) -> T:
+        """Run work(InputProcessor, *values) in the thread, and return the result."""
         running = asyncio.get_running_loop().run_in_executor(self.thread, work, self.inputs, *values)
         self.num_unfinished_calls += 1
         running.add_done_callback(self._end)
@@ -50,7 +52,7 @@ class TokenizerThreads:
         self._long_text_thread = TokenizerThread(inputs.for_another_thread(), ThreadPoolExecutor(1, "tokenizer-long"))
 
     async def run(self, work: Callable[..., T], *values: Any, size: int, field: str | None = None) -> T:
-        """Run work(InputProcessor, *values) in one of the threads, or on the event loop if it is very short.
+        """Run work(InputProcessor, *values) in one of the threads, or on the event loop if `size` is very small.
 
         size: the number of characters or tokens.  field: the body's field, for error messages.  Raises ApiError if
         `work` raises EspalierError, or if too many long prompts wait.
@@ -75,9 +77,11 @@ class TokenizerThreads:
         size: int,
         field: str | None = None,
     ) -> list[int]:
-        """Returns the token ids that the generator work(InputProcessor, *values) makes (see chat.RenderLoop).
+        """Returns the token ids of a conversation.
 
-        The generator runs as in `run`; `render` makes each text that it asks for.  size, field, errors: as in `run`.
+        work: work(InputProcessor, *values) returns the generator that makes the token ids (chat.RenderLoop).  The
+        generator runs in the thread or on the event loop that `run` would choose.  It yields arguments of the chat
+        template.  render: returns the rendered text, which is sent to the generator.  size, field, errors: as in `run`.
         """
         steps: RenderLoop | None = None
 

@@ -16,7 +16,8 @@ PART_NAMES = ("file", "purpose")
 
 
 class _UploadParser(MultiPartParser):
-    """A parser that refuses a wrong part before its content is stored.  has_ended: the last boundary has been read."""
+    """A parser that refuses a wrong part before the part's content is stored.  has_ended: whether the last boundary has
+    been read."""
 
     has_ended = False
 

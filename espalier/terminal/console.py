@@ -1,4 +1,5 @@
-"""Console output: colours and progress bars on a terminal, else plain text; the machine; the layout of help texts."""
+"""Console output: colours and progress bars on a terminal (elsewhere plain text), tables, a description of the machine,
+and the layout of help texts."""
 
 import json
 import os
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def describe_machine() -> dict[str, str]:
-    """Returns the machine and the versions on which measurements depend, as texts by name."""
+    """Returns a description of the machine and the installed versions, on which measurements depend, by name."""
     import torch  # imported here, so that `--help` does not wait for PyTorch
 
     machine = {
@@ -101,7 +102,10 @@ def stderr() -> Console:
 
 @dataclass(frozen=True)
 class DrawingSigns:
-    """The characters for drawings: UNICODE_SIGNS, or ASCII_SIGNS if the terminal's encoding is not Unicode."""
+    """The characters for drawings: UNICODE_SIGNS, or ASCII_SIGNS if the terminal's encoding is not Unicode.
+
+    branch, last_branch, vertical: the lines of a tree.  accepted, rejected: marks of draft tokens.  bar, empty_bar: the
+    parts of a bar.  prompt_end: marks the end of a prompt."""
 
     branch: str
     last_branch: str
@@ -150,8 +154,8 @@ def progress(title: str, total: int) -> Iterator[Callable[..., None]]:
 
 @contextmanager
 def waiting(title: str) -> Iterator[None]:
-    """Shows `title` on stderr while the block runs, if stderr is a terminal.  The text is not animated, because the
-    block may show a progress bar in its place.  It is cut to one line, because only one line can be removed."""
+    """Shows `title` on stderr while the block runs, if stderr is a terminal.  The title is not animated, because the
+    block may show a progress bar in its place.  The title is cut to one line, because only one line can be removed."""
     console = stderr()
     if not console.is_terminal:
         yield
@@ -167,7 +171,10 @@ def waiting(title: str) -> Iterator[None]:
 def colour_by_source(
     tokenizer: Tokenizer, prompt: Sequence[int], tokens: Sequence[int], from_draft: Sequence[bool]
 ) -> Text:
-    """Returns the text of output tokens, in which tokens from the draft are coloured.  prompt: the tokens before."""
+    """Returns the text of output tokens, in which tokens from the draft are coloured.
+
+    prompt: the token ids before the output.  tokens: the output's token ids.  from_draft: whether each output token
+    came from the draft."""
     text_stream = tokenizer.text_stream(prompt)
     text = Text()
     for i, (token, drafted) in enumerate(zip(tokens, from_draft, strict=True)):
@@ -216,19 +223,21 @@ def write_json(path: Path | None, figures: dict[str, Any]) -> None:
     import torch  # imported here, so that `--help` does not wait for PyTorch
 
     try:
-        # The engine has set the number of threads at startup.
+        # This is the engine's number of threads, because the engine sets it at startup.
         machine = describe_machine() | {"threads": str(torch.get_num_threads())}
         path.write_text(json.dumps({"machine": machine, **figures}, indent=1) + "\n")
     except OSError as error:
         raise EspalierError(f"--json {path} cannot be written ({error.strerror}); use another file") from None
 
 
-# A usage line with more flags would be too long; the list of flags follows anyway.
+# A command with more flags shows only a placeholder in its usage line.  The help text lists all flags below.
 MAX_FLAGS_IN_USAGE = 10
 FLAGS_PLACEHOLDER = "[flags]"
 
 
 class HelpText(HelpFormatter):
+    """Formats the help text of a command (argparse's formatter_class)."""
+
     def add_argument(self, action: Action) -> None:
         """Add an action like argparse, but make the first column as wide as the longest command name."""
         super().add_argument(action)
@@ -267,7 +276,7 @@ class HelpText(HelpFormatter):
 
 
 class CommandParser(ArgumentParser):
-    """Reads numbers as the settings do, and prints help as HelpText."""
+    """A parser of a command's flags.  Parses numbers like the config classes, and formats help with HelpText."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **{"formatter_class": HelpText, **settings})

@@ -38,8 +38,9 @@ def new_short_call_id() -> str:
 
 @dataclass
 class DeltaWriter:
-    """Collects the deltas that a parser makes.  schemas: by name of a callable tool: the JSON schema of its parameters.
-    in_reasoning: whether the text so far ends inside the reasoning.  may_reason: whether reasoning may still come."""
+    """Collects the deltas that a parser makes.  schemas: the JSON schema of each callable tool's parameters, by tool
+    name.  in_reasoning: whether the text so far ends inside the reasoning.  may_reason: whether reasoning may still
+    come."""
 
     schemas: Mapping[str, Mapping[str, Any]]
     make_call_id: Callable[[], str]
@@ -49,6 +50,7 @@ class DeltaWriter:
     _deltas: list[Delta] = field(default_factory=list)
 
     def add_delta(self, kind: DeltaKind, text: str = "", index: int = -1, id: str = "") -> None:
+        """Add a delta, or join its text to the last delta if both have the same kind and index."""
         last = self._deltas[-1] if self._deltas and kind in ("content", "reasoning", "arguments") else None
         if last is not None and (last.kind, last.index) == (kind, index):
             self._deltas[-1] = Delta(kind, last.text + text, index)
@@ -62,9 +64,9 @@ class DeltaWriter:
         self.add_delta("reasoning", text)
 
     def resume(self, deltas: Sequence[Delta]) -> None:
-        """Continue after the prompt's text that begins the answer.  deltas: made from this text.
+        """Continue an answer that begins at the prompt's end, such as "<think>".  deltas: made from this beginning.
 
-        The prompt is no output, so only the deltas of a call that has not ended are kept."""
+        Text of the prompt is no output, so the deltas are dropped.  Only the deltas of an open call are kept."""
         open_call = self.num_calls - 1
         if any(delta.kind in ("called", "broken") and delta.index == open_call for delta in deltas):
             return
@@ -124,9 +126,9 @@ class CallWriter:
 def read_call(
     reader: TextReader, writer: DeltaWriter, opening_marker: str, read_body: Callable[[CallWriter], Steps[None]]
 ) -> Steps[bool]:
-    """Read one call.  If the call is broken, write its whole text as content and return False.
+    """Read one call, and return whether the call could be parsed.  If not, its whole text is written as content.
 
-    opening_marker: the text of the call that is already read.  read_body: reads the rest of the call.
+    opening_marker: the text of the call that was already read.  read_body: reads the rest of the call.
     """
     reader.start_recording(opening_marker)
     call = CallWriter(writer)
@@ -146,10 +148,11 @@ ParseOutput = Callable[[TextReader, DeltaWriter], Generator[None, None, None]]
 
 @dataclass(frozen=True)
 class CallSyntax:
-    """The syntax of a tool call, for a grammar: before_name, the name, after_name, the arguments, after_arguments.
+    """The syntax of tool calls, from which a grammar is made.
 
-    separator: the text between two calls.  calls_begin, calls_end: the texts before the first and after the last call.
-    arguments_style: how arguments are written, as a `style` of a JSON schema in xgrammar."""
+    A call consists of before_name, the tool's name, after_name, the arguments and after_arguments.  separator: the text
+    between two calls.  calls_begin, calls_end: the texts before the first and after the last call.  arguments_style:
+    how arguments are written, as a `style` of a JSON schema in xgrammar."""
 
     before_name: str
     after_name: str
@@ -164,8 +167,9 @@ class CallSyntax:
 class ToolFormat:
     """The format in which a family of models writes tool calls.
 
-    template_signs: texts that every chat template of this family has.  special_tokens: the special tokens that the
-    parser needs, so they must be in the output's text.  parse: parses an answer after its reasoning.  call_ends_output:
+    template_signs: texts by which the format is recognized, because every chat template of this family has them.
+    special_tokens: the special tokens that the parser needs.  They must be in the output's text.  parse: parses an
+    answer after its reasoning.  syntax: the same format for a grammar.  call_ends_output:
     whether the output ends after a call.  make_call_id: returns the id of a new call.  arguments_as_text: whether the
     chat template takes the arguments of earlier calls as JSON text instead of objects."""
 
@@ -185,7 +189,7 @@ class ReasoningFormat:
 
     template_signs, special_tokens: as in ToolFormat.  begin_marker, end_marker: the texts around the reasoning.
     answer_marker: the text before an answer without tool calls.  template_switches: chat template variables that switch
-    reasoning on or off; if the template reads one, the model may reason although the prompt does not begin reasoning.
+    reasoning on or off.  If the template reads one of them, the model may reason even if the prompt does not begin it.
     includes_calls: whether the tool format with the same name parses the reasoning too.  message_marker: the text that
     begins a message of the model, if includes_calls."""
 
@@ -207,7 +211,7 @@ def parse_reasoning(reader: TextReader, writer: DeltaWriter, format: ReasoningFo
     """Read all reasoning that comes next.  Markers, and the newlines before and after them, are dropped, also a
     begin_marker inside reasoning and an end_marker outside reasoning."""
     markers = Markers(format.end_marker, format.begin_marker, strip_before=NEWLINE_CHARS)
-    while (marker := (yield from _first_marker(reader, format))) is not None:
+    while (marker := (yield from _read_first_marker(reader, format))) is not None:
         writer.in_reasoning = marker == format.begin_marker
         while marker == format.begin_marker:
             yield from reader.read_space(NEWLINE_CHARS)
@@ -217,8 +221,9 @@ def parse_reasoning(reader: TextReader, writer: DeltaWriter, format: ReasoningFo
             yield from reader.read_space(NEWLINE_CHARS)
 
 
-def _first_marker(reader: TextReader, format: ReasoningFormat) -> Steps[str | None]:
-    """Read white space and a reasoning marker.  Returns the marker.  If none comes, reads nothing, returns None."""
+def _read_first_marker(reader: TextReader, format: ReasoningFormat) -> Steps[str | None]:
+    """Read white space and a reasoning marker.  Returns the marker.  If no marker comes next, reads nothing and returns
+    None."""
     space = yield from reader.read_space()
     marker = yield from reader.read_literal(format.begin_marker, format.end_marker)
     if marker is None:

@@ -1,4 +1,5 @@
-"""The formats of tool calls and of reasoning, by name.  By default, the chat template tells a model's formats."""
+"""The formats of tool calls and of reasoning, by name.  By default, a model's formats are recognized by its chat
+template."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
