@@ -164,8 +164,7 @@ def id_prefix(digest: str) -> str:
 
 
 def output_line(digest: str, line_number: int, custom_id: str | None, answer: Response | LineError) -> bytes:
-    """Returns the output line with the answer to an input line.  line_number: of the input line.  digest: the hash of
-    the input file (InputScan.digest)."""
+    """Returns the output line with the answer to input line `line_number`.  digest: InputScan.digest."""
     response, error = None, None
     if isinstance(answer, LineError):
         error = {"code": answer.code, "message": str(answer)}
@@ -367,8 +366,7 @@ class Journal:
 def open_locked(path: Path, owner_noun: str, remedy: str) -> int:
     """Opens a file for appending, locked against other processes, and returns its descriptor.  Raises EspalierError.
 
-    The error texts use owner_noun (who else may hold the lock, such as "batch") and remedy (what to do if the file
-    cannot be opened).
+    For error texts: owner_noun says what may hold the lock; remedy says what to do if the file cannot be opened.
     """
     try:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)

@@ -21,8 +21,8 @@ from espalier.errors import EspalierError, one_line, shown
 ANSWER_TIMEOUT_S = 3600.0
 CONNECT_TIMEOUT_S = 10.0
 FIRST_RETRY_PAUSE_S, MAX_RETRY_PAUSE_S = 0.25, 10.0
-# A line is not sent again if the connection broke this many times while the line was answered, because the line itself
-# may crash the server.
+# A line is not sent again if the connection broke this many times during its requests, because the line itself may
+# crash the server.
 MAX_TIMES_LOST = 5
 RETRIED_STATUSES = (429, 502, 503)
 STATUS_NOT_FOUND = 404
@@ -215,9 +215,7 @@ async def _answer_lines(
     on_answer: Callable[[], object],
     urls: Collection[str],
 ) -> None:
-    """Send one line after another, and write the answers.  Several tasks run this function with the same iterator.
-
-    lines: yields (line number, bytes)."""
+    """Send one line after another, and write the answers.  Several tasks run this function with the same `lines`."""
     for number, data in lines:
         custom_id: str | None = None
         answer: Response | LineError

@@ -101,8 +101,7 @@ class Service:
 
 
 def parse_replicas(text: int | str, **other_options: Any) -> ReplicaOptions:
-    """Parses a number of replicas, N or "MIN:MAX".  other_options: further fields of ReplicaOptions.  Raises
-    EspalierError."""
+    """Parses the number of replicas, N or "MIN:MAX".  other_options: of ReplicaOptions.  Raises EspalierError."""
     low, _, high = str(text).partition(":")
     try:
         least, most = whole_number(low), whole_number(high or low)
@@ -179,8 +178,7 @@ def _option_or(args: Mapping[str, Any], name: str, default: Any) -> Any:
 
 
 def _option_fields(args: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """Returns {field name: value} for the options `names`.  Options that are missing or null are left out.  A timeout
-    of 0 becomes None."""
+    """Returns {field name: value} for `names`, without missing and null options.  A timeout of 0 becomes None."""
     options = {name: args[name] for name in names if args.get(name) is not None}
     return {
         f"{name}_s" if name.endswith("_timeout") else name: None if name.endswith("_timeout") and value == 0 else value
@@ -268,22 +266,19 @@ def _replica_deployment(serve: Any, model: ServedModel, service: Service, name: 
 
 
 def _scaling_options(model: ServedModel) -> dict[str, Any]:
-    replicas = model.replicas
-    if not replicas.is_autoscaled:
-        return {"num_replicas": replicas.min_replicas}
+    options = model.replicas
+    if not options.is_autoscaled:
+        return {"num_replicas": options.min_replicas}
     from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 
     policy = AutoscalingPolicy(
         policy_function="espalier.serve_ray.replica_chooser:OpenTokensPolicy",
-        policy_kwargs={"tokens_per_replica": replicas.tokens_per_replica},
+        policy_kwargs={"tokens_per_replica": options.tokens_per_replica},
     )
     return {
         "num_replicas": "auto",
         "autoscaling_config": AutoscalingConfig(
-            min_replicas=replicas.min_replicas,
-            max_replicas=replicas.max_replicas,
-            policy=policy,
-            **replicas.autoscaling,
+            min_replicas=options.min_replicas, max_replicas=options.max_replicas, policy=policy, **options.autoscaling
         ),
     }
 

@@ -47,9 +47,8 @@ class EnginePool:
     """The engine replicas of one model.  Implements protocol.Engines.
 
     handle: Ray Serve's DeploymentHandle of replica.EngineReplica.  name: the model's name, a label in the metrics.
-    max_replicas: the upper limit of autoscaling.  slot_share: the share of the engines' batch slots that this API
-    server counts as its own, 1 / number of API servers.  is_replica_lost: returns whether an exception of a call means
-    that the replica has ended.
+    max_replicas: the upper limit of autoscaling.  slot_share: this API server's share of the engines' batch slots, 1 /
+    number of API servers.  is_replica_lost: returns whether an exception of a call means that the replica has ended.
     """
 
     handle: Any

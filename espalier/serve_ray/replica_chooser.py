@@ -1,5 +1,4 @@
-"""Chooses the replica for a prompt: the replica that was sent the longest prefix of the prompt before.  If this replica
-is too busy, another replica is chosen.
+"""Chooses the replica that was sent the longest prefix of a prompt before, or another replica if this one is too busy.
 
 Each API server chooses for itself.  An API server remembers to which replica it sent a prefix, and counts its samples
 that wait or run on each replica (open samples).
@@ -64,8 +63,7 @@ class ReplicaChooser:
         def sort_key(replica: str) -> tuple[int, int, int, str]:
             is_free = self.num_open_samples[replica] - fewest_samples <= self.imbalance
             pages = num_pages_held.get(replica, 0) if is_free else 0
-            # If no replica got the prefix before and all are equally busy, the hash of the first page decides.  So all
-            # API servers choose the same replica.
+            # For a new prefix, its first hash makes all API servers choose the same replica of equally busy replicas.
             tie_break = hash((prefix_hashes[0], *replica.encode())) if prefix_hashes else 0
             return -pages, self.num_open_samples[replica], tie_break, replica
 
@@ -111,8 +109,8 @@ class ReplicaChooser:
 
 @dataclass(frozen=True)
 class OpenTokensPolicy:
-    """An autoscaling policy for Ray Serve.  tokens_per_replica: the number of tokens still to compute
-    (EngineReplica.open_tokens) that each replica should have on average."""
+    """An autoscaling policy for Ray Serve.  tokens_per_replica: how many tokens still to compute
+    (EngineReplica.open_tokens) a replica should have on average."""
 
     tokens_per_replica: int
 

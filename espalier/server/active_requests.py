@@ -33,9 +33,8 @@ SEND_GRACE_S = 10.0
 class ActiveRequest:
     """One request in progress.
 
-    generation: receives the engine's output.  make_builder: returns the builder of the response.  deadline: when the
-    request's time limit ends, in seconds of the event loop's clock; None for no limit.  grammar_field: the body field
-    that asks for a grammar, for the error if the engine refuses the grammar."""
+    generation: receives the engine's output.  deadline: when the request's time limit ends, on the event loop's clock;
+    None for no limit.  grammar_field: the body field that asks for a grammar, for the error if it is refused."""
 
     def __init__(
         self,

@@ -1,5 +1,4 @@
-"""The HTTP endpoints.  Each endpoint checks a request, makes the token ids of its prompts, and passes them to the
-model's frontend, which runs them (frontend.py)."""
+"""The HTTP endpoints.  An endpoint checks a request, tokenizes its prompts and passes them to the model's frontend."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -46,8 +45,7 @@ ORIGIN_PATTERN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
 
 @dataclass(frozen=True)
 class PreparedChat:
-    """A checked chat request.  ignored_fields: the sent fields that have no effect.  prompt: its token ids.  plan: how
-    the output is parsed into a message."""
+    """A checked chat request.  ignored_fields: the sent fields that have no effect.  plan: for parsing the output."""
 
     ignored_fields: list[str]
     prompt: list[int]
@@ -57,8 +55,7 @@ class PreparedChat:
 
 @contextmanager
 def as_api_errors(field: str | None = None) -> Iterator[None]:
-    """Turns an EspalierError that leaves the block into an ApiError.  field: the body field for the ApiError if the
-    EspalierError's message names no field."""
+    """Turns an EspalierError that leaves the block into an ApiError.  field: its param if the text names no field."""
     try:
         yield
     except EspalierError as error:
@@ -159,8 +156,7 @@ class ApiOptions:
 def make_app(
     frontends: Frontends, options: ApiOptions, batches: BatchRunner | None = None
 ) -> tuple[ASGIApp, RequestMiddleware]:
-    """Returns (application, its RequestMiddleware).  The middleware counts open requests.  batches: None for a server
-    without batch endpoints."""
+    """Returns (application, its RequestMiddleware).  batches: None for a server without batch endpoints."""
     endpoints = [
         *_generation_endpoints(frontends),
         *_tokenizer_endpoints(frontends),
@@ -257,8 +253,7 @@ def _prompt_ids(
 ) -> list[list[int]]:
     """Returns the prompts' token ids.  Raises EspalierError.
 
-    check_text: raises EspalierError for a text that is too long.  It is called only if prompts are truncated, because
-    otherwise max_context limits a prompt."""
+    check_text: refuses a text that is too long.  Called only if prompts are truncated; else max_context limits them."""
     keep_last, token_lists = body.truncate_prompt_tokens, []
     for prompt in prompts:
         if keep_last is not None and isinstance(prompt, str):

@@ -111,9 +111,7 @@ def new_id(prefix: str) -> str:
 
 
 class BatchStore:
-    """Stores files and batches in a directory.  The dicts `files` and `batches` have them by id, oldest first.
-
-    Raises EspalierError if the directory cannot be used."""
+    """The files and batches in a directory, as dicts by id, oldest first.  Raises EspalierError if it is unusable."""
 
     def __init__(self, folder: Path):
         self.folder = folder

@@ -32,8 +32,7 @@ from espalier.server.batch_store import (
 from espalier.server.frontend import without_timeout
 
 log = logging.getLogger("espalier.server")
-# The priority of batch requests that set no priority.  Requests with lower values start first.  All requests outside
-# batches have 0 by default.
+# The default priority of batch requests.  Requests with lower values start first, and other requests have 0 by default.
 BATCH_PRIORITY = 2**20
 # The input files of at most this number of batches are read at the same time.
 MAX_INPUT_SCANS = 2
@@ -47,8 +46,7 @@ UNANSWERED_ERRORS = {
 
 
 class UnfinishedBatch:
-    """A batch that has not ended.  earlier_batches_ended: set when all earlier batches have ended.  cancelled: set when
-    a client has cancelled the batch.  task: runs the batch."""
+    """The state of a batch that has not ended.  earlier_batches_ended: set when all earlier batches have ended."""
 
     def __init__(self) -> None:
         self.earlier_batches_ended = asyncio.Event()
@@ -140,16 +138,14 @@ class BatchRunner:
             oldest.earlier_batches_ended.set()
 
     async def _run_and_log(self, batch: Batch, unfinished: UnfinishedBatch) -> None:
-        """Run a batch to its end.  If the disk or the engine fails, try again after a pause.  Other batches run
-        meanwhile."""
+        """Run a batch to its end.  If the disk or the engine fails, run other batches, and try again after a pause."""
         pause_s, traced_errors = FIRST_PAUSE_S, set[str]()
         while True:
             was_ended = unfinished.cancelled.is_set() or batch.expires_at <= time.time()
             try:
                 return await self._run_to_end(batch, unfinished)
             except Exception as error:
-                # An EspalierError is logged without traceback, because its text says what to do.  The traceback of
-                # another error is logged once.
+                # An EspalierError needs no traceback, because it says what to do.  Other tracebacks are logged once.
                 is_new = not isinstance(error, EspalierError) and repr(error) not in traced_errors
                 traced_errors.add(repr(error))
                 why = str(error) or repr(error)

@@ -154,8 +154,7 @@ def _num_entries(value: Any, limit: int) -> int:
 
 
 def _refuse_mixed_types(prompt: Any) -> None:
-    """Refuse a list of prompts that are not all of one type, because pydantic's error would name only one of the types.
-    Raises ApiError."""
+    """Refuse a list of prompts of mixed types, because pydantic's error would name only one type.  Raises ApiError."""
     for i, entry in enumerate(prompt if isinstance(prompt, list) else ()):
         if type(entry) is not type(prompt[0]):
             allowed = "send a text, texts, token ids, or lists of token ids"

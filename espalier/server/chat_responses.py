@@ -300,8 +300,7 @@ def _copy_of_item(item: dict[str, Any]) -> dict[str, Any]:
 
 
 class ResponsesApiBuilder(ChatResponseBuilder):
-    """Builds the response of /v1/responses.  request: the client's body.  chat: the same request, as the body of a
-    request to /v1/chat/completions."""
+    """Builds the response of /v1/responses.  request: the client's body.  chat: `request`, converted to ChatRequest."""
 
     end_event = b""
 

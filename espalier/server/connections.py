@@ -62,8 +62,7 @@ class OpenConnections:
         self.body_timeout_s = body_timeout_s
         # A dict as an ordered set.  The order: when a connection was opened or last became idle, oldest first.
         self._open: dict[Connection, None] = {}
-        # For each connection with unsent output: (how many bytes the operating system has taken so far, when this
-        # number last grew).
+        # By connection with unsent output: (number of bytes that the kernel has taken, when this number last grew).
         self._send_progress: dict[Connection, tuple[int, float]] = {}
         self._log_limiter = LogLimiter()
 
@@ -111,17 +110,15 @@ class OpenConnections:
                 self._send_progress.pop(connection, None)
                 self._abort_if_not_sending(connection, now)
 
-    def _abort_if_not_reading(
-        self, connection: "Connection", num_unsent: int, now: float, limit_s: float | None
-    ) -> None:
-        """Abort a connection whose client has read nothing for limit_s.  num_unsent: the number of unsent bytes."""
+    def _abort_if_not_reading(self, connection: "Connection", num_unsent: int, now: float, limit: float | None) -> None:
+        """Abort a connection whose client has read nothing for `limit` seconds.  num_unsent: in bytes."""
         # The connection's idle time begins only when all output is sent.
         connection.idle_since = now
         num_taken = connection.num_written - num_unsent
         num_taken_before, last_taken_at = self._send_progress.get(connection, (num_taken, now))
         last_taken_at = now if num_taken > num_taken_before else last_taken_at
         self._send_progress[connection] = num_taken, last_taken_at
-        if limit_s is not None and now - last_taken_at >= limit_s:
+        if limit is not None and now - last_taken_at >= limit:
             message = "the client read nothing for %.0f s: the connection is closed, %d bytes were not sent"
             _log_and_abort(connection, message, now - last_taken_at, num_unsent)
             self.metrics.stalled_readers.inc()
@@ -173,8 +170,7 @@ def max_connections() -> int | None:
 
 
 def log_failed_accepts_rarely(loop: asyncio.AbstractEventLoop) -> None:
-    """From now on, if connections cannot be accepted because file descriptors or memory run out, log this at most once
-    a minute, without traceback."""
+    """From now on, log at most once a minute that no connection can be accepted, for lack of descriptors or memory."""
     log_limiter = LogLimiter()
 
     def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

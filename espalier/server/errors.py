@@ -77,8 +77,7 @@ def queue_full_error(message: str) -> ApiError:
 
 
 def _shorten_middle(text: str, limit: int) -> str:
-    """Returns `text` without its middle if it is longer than `limit`.  The start of an error message names the problem,
-    and the end tells what to do."""
+    """Removes the middle of a long message, because the start names the problem, and the end tells what to do."""
     return text if len(text) <= limit else f"{text[: limit // 2]} ... {text[-limit // 2 :]}"
 
 

@@ -66,8 +66,7 @@ class RefusedField:
 
 @dataclass(frozen=True)
 class NoEffect:
-    """Marks a field without effect.  neutral: a value that requests nothing.  A field with this value is not reported
-    to the client."""
+    """Marks a field without effect.  neutral: a value that requests nothing, and so is not reported to the client."""
 
     reason: str
     neutral: Any = None
@@ -302,8 +301,7 @@ VLLM_GRAMMAR_KINDS: Mapping[str, GrammarKind] = {"json": "json_schema", "grammar
 
 
 def _grammar_of(field: str, value: Any) -> Grammar:
-    """Returns the grammar that a field of vLLM or SGLang requests.  Grammar.strict is False, because only OpenAI has a
-    field for it."""
+    """Returns the grammar that a field of vLLM or SGLang requests.  They have no field for strict, so it is False."""
     name: Any = field.removeprefix("guided_").removesuffix("_")
     return Grammar(
         VLLM_GRAMMAR_KINDS.get(name, name), value if isinstance(value, str) else json.dumps(value), strict=False

@@ -97,8 +97,7 @@ class ClientShares:
 
         num_open_samples: the samples of all clients that are being tokenized, wait or run.
         capacity: how many samples may run or wait (slots plus max_queue).
-        Above the capacity, a client may submit only if it has at most max_queue / SHARE_DIVISOR samples then, and
-        batches may not submit.
+        Above the capacity, batches may not submit, and other clients only up to max_queue / SHARE_DIVISOR samples each.
         """
         if num_open_samples + num_samples <= capacity:
             return True
@@ -192,7 +191,7 @@ class ModelFrontend:
     async def conversation_tokens(self, work: Callable[..., RenderLoop], *values: Any, size: int) -> list[int]:
         """Returns the token ids of a conversation.  Raises ApiError.
 
-        work: work(InputProcessor, *values) returns the generator that renders and tokenizes the conversation
+        work(InputProcessor, *values): returns the generator that renders and tokenizes the conversation
         (chat.RenderLoop).  size: the number of characters."""
         if self.template_process is not None:
             render = self.template_process.render
@@ -242,8 +241,7 @@ class ModelFrontend:
         return resolved
 
     def require_tokenizable(self, text: str) -> None:
-        """Refuse a text that takes too long to tokenize.  Only for texts that may be longer than max_context.  Raises
-        EspalierError."""
+        """Refuse a text that is too long to tokenize, if max_context does not limit the text.  Raises EspalierError."""
         limit = max(MAX_TEXT_CHARS, CHARS_PER_TOKEN * self.inputs.model_info.max_context)
         if len(text) > limit:
             raise EspalierError(f"a text of {len(text)} characters is not supported; use at most {limit}")
@@ -258,8 +256,7 @@ class ModelFrontend:
     ) -> Response:
         """Run the prompts and return the response.  A stream is returned when its first event is ready.
 
-        make_builder: returns the builder of the response; called after the prompts were sent to the engine.  Raises
-        ApiError or ClientDisconnect.
+        make_builder: called when the prompts have been sent to the engine.  Raises ApiError or ClientDisconnect.
         """
         loop = asyncio.get_running_loop()
         limit_s = None if NO_TIMEOUT in http.scope["state"] else self.options.request_timeout_s

@@ -29,9 +29,8 @@ class HelperProcessFailed(Exception):
 class HelperProcess:
     """Sends frames to a helper process, one at a time.
 
-    process_name: the process's name in the log.  max_waiting: how many frames may wait.  If more frames would wait, the
-    error's text is max_waiting and then refusal_reason.  program: a module that calls run_helper_loop, and the
-    module's arguments.
+    process_name: for the log.  max_waiting: how many frames may wait.  refusal_reason: the end of the error if more
+    would wait; the error begins with max_waiting.  program: a module that calls run_helper_loop, and its arguments.
     """
 
     def __init__(self, process_name: str, max_waiting: int, refusal_reason: str, *program: str):
@@ -101,9 +100,7 @@ class HelperProcess:
 
 
 def run_helper_loop(answer: Callable[[bytes], bytes]) -> None:
-    """The main loop of a helper process: answers frames from stdin, until the API server has exited.
-
-    answer: takes the bytes of a frame and returns the bytes of the answer."""
+    """The main loop of a helper process: sends answer(frame) for each frame from stdin, until the API server exits."""
     frames, answers = sys.stdin.buffer, sys.stdout.buffer
     while head := frames.read(LENGTH_PREFIX.size):
         answers.write(as_frame(answer(frames.read(*LENGTH_PREFIX.unpack(head)))))

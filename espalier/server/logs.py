@@ -9,9 +9,8 @@ from contextvars import ContextVar
 LOG_LEVELS = ("debug", "info", "warning", "error")
 NO_REQUEST_ID = "-"
 request_id: ContextVar[str] = ContextVar("request_id", default=NO_REQUEST_ID)
-# The name of the client whose request is handled.  If the server has several API keys: "key N" for the Nth key.
-# Otherwise, or if the key is invalid: the client's address.  An invalid key gives no name, because a client could send
-# many invalid keys to get many shares of the queue.
+# The name of the client whose request is handled: "key N" for the Nth API key if the server has several keys, else the
+# address.  Invalid keys make no names, because a client could use many invalid keys to get many shares of the queue.
 client_name: ContextVar[str] = ContextVar("client_name", default="")
 
 
@@ -54,8 +53,7 @@ def set_up_logging(level: str, as_json: bool) -> None:
 
 
 def log_extra(name: str) -> dict[str, str]:
-    """Returns the argument `extra` of a log call, for code that runs outside a request's context.  name: the request's
-    or the prompt's name, logged as the request id."""
+    """Returns the argument `extra` of a log call outside a request's context.  name: logged as the request id."""
     return {"request_id": name}
 
 

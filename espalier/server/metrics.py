@@ -76,8 +76,7 @@ class SingleThreadCounter(Collector):
 
 
 class WeightedHistogram(Collector):
-    """A histogram that counts many equal values in one call.  upper_limits: the upper limits of the buckets, ascending.
-    counts: the number of values in each bucket; the last bucket has no upper limit.  total: the sum of all values."""
+    """A histogram that counts many equal values in one call.  upper_limits: of the buckets, ascending."""
 
     def __init__(self, name: str, documentation: str, upper_limits: Sequence[float]):
         self.name = name
@@ -97,8 +96,7 @@ class WeightedHistogram(Collector):
 
 @dataclass(eq=False)
 class EngineCollector(Collector):
-    """Makes metrics from the engines' last reports when /metrics is read.  engines: one Engines object for each model.
-    If an engine process is restarted, its counters begin at 0 again."""
+    """Makes metrics from the engines' last reports when /metrics is read.  A restarted engine counts from 0 again."""
 
     engines: Sequence[Engines]
 

@@ -196,14 +196,12 @@ class LimitedReceive:
             await self._refuse_too_large(number)
 
     async def finish(self) -> None:
-        """Read and drop the rest of the body, because some clients read an error only after they have sent the body.
-        Raises ApiError."""
+        """Read and drop the rest of the body, because some clients send all before they read.  Raises ApiError."""
         while not self.is_complete:
             await self()
 
     async def _refuse_too_large(self, length: int = 0) -> None:
-        """Raises ApiError.  If the body is at most MAX_DROPPED_BODY_MULTIPLE times the limit, reads and drops the body
-        first, for the reason in `finish`.
+        """Raises ApiError.  Before that, reads and drops a body that is only slightly too large, like `finish`.
 
         length: the header content-length; 0 if unknown."""
         limit = self.max_bytes

@@ -40,8 +40,7 @@ NO_EFFECT_REASONING = NoEffect("the text of the reasoning is read from reasoning
 TokenIds = Annotated[list[int], FAIL_FAST]
 MAX_TEMPLATE_KWARGS = 64
 TemplateKwargs = Annotated[dict[str, Any], max_entries(MAX_TEMPLATE_KWARGS)]
-# The type of logit_bias's keys.  JSON keys are strings, so they are converted.  If the body was made from another body
-# (as_chat_request), the keys are token ids already.
+# JSON keys are strings, and are converted.  In a body that was made from another body, the keys are already token ids.
 TokenKey = Annotated[int, BeforeValidator(lambda key: whole_number(key) if isinstance(key, str) else key)]
 LogitBias = Annotated[dict[TokenKey, float], max_entries(MAX_BIASES)]
 
@@ -165,10 +164,10 @@ SamplingAndNoEffectFields: Any = create_model("SamplingAndNoEffectFields", __bas
 
 @lru_cache(maxsize=256)
 def _shared_params(values: frozenset[tuple[str, Any]]) -> SamplingParams:
-    """Returns SamplingParams.  values: pairs (field name, value).
+    """Returns SamplingParams from pairs (field name, value).  Equal pairs get the same object, because making and
+    checking a new object takes as long as parsing the body.
 
-    Equal values get the same object, because making and checking a new object takes as long as parsing the body.  Each
-    field has only one type, so values that Python counts as equal (such as 1 and 1.0) are never mixed up.
+    Each field has only one type, so values that Python counts as equal (such as 1 and 1.0) are never mixed up.
     """
     return SamplingParams(**dict(values))
 

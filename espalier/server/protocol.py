@@ -224,9 +224,7 @@ class Engines(Protocol):
         """Raises EngineGone if the engines cannot run prompts."""
 
     def submit(self, prompts: Sequence[list[int]], template: SubmittedPrompt) -> "Generation":
-        """Queue prompts.  Raises EngineGone.
-
-        template: the fields that all prompts share (SubmittedPrompt.for_prompts)."""
+        """Queue prompts, each as a copy of `template` (SubmittedPrompt.for_prompts).  Raises EngineGone."""
 
     async def wait_until_sent(self) -> None:
         """Wait until all queued prompts are sent, and for at least one iteration of the event loop."""
@@ -252,10 +250,9 @@ class Generation:
     listener did not take, and always the last parts.
     """
 
-    def __init__(self, engines: "Engines", prompt_names: Sequence[str], num_samples: int):
-        """num_samples: the number of samples of each prompt."""
+    def __init__(self, engines: "Engines", prompt_names: Sequence[str], samples_per_prompt: int):
         self.engines = engines
-        self.num_running = dict.fromkeys(prompt_names, num_samples)
+        self.num_running = dict.fromkeys(prompt_names, samples_per_prompt)
         self.unread_outputs: list[OutputPart] = []
         self.error: Exception | None = None
         self.has_new_outputs = asyncio.Event()

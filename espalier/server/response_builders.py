@@ -171,8 +171,7 @@ class ResponseBuilder:
         if choice.event_affixes is None:
             chunk = self.make_chunk(choice, OutputChunk("", text=TEXT_PLACEHOLDER))
             assert chunk is not None
-            # Values of the client, such as the model's name, may contain the placeholder too.  They come before the
-            # text, so the last placeholder in the event stands for the text.
+            # The last placeholder is the text.  Earlier ones may be in values of the client, such as the model's name.
             before, _, after = sse_event(chunk).rpartition(to_json(TEXT_PLACEHOLDER))
             choice.event_affixes = before, after
         before, after = choice.event_affixes
@@ -357,7 +356,6 @@ class CompletionResponseBuilder(ResponseBuilder):
     def _advance_text_offset(self, choice: Choice, token: int, is_echoed: bool) -> int:
         """Returns the token's offset in the text, in characters.  Adds the token's length to choice.text_length.
 
-        is_echoed: whether the token is of the echoed prompt.
         A token that continues an incomplete character has the offset of this character.
         """
         offset, skip = choice.text_length, self.params.skip_special_tokens

@@ -185,36 +185,30 @@ def _text_parts_of(item: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def messages_of(response_input: str | Sequence[Mapping[str, Any]], instructions: str | None) -> list[dict[str, Any]]:
-    """Returns the input as chat messages.  Consecutive items of the assistant become one message if possible.  Raises
-    EspalierError."""
+    """Returns the input as chat messages.  The assistant's items are joined if possible.  Raises EspalierError."""
     messages: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
     if isinstance(response_input, str):
         return [*messages, {"role": "user", "content": response_input}]
-    function_name_of_call_id: dict[str, str] = {}
+    name_of_call_id: dict[str, str] = {}
     for i, item in enumerate(response_input):
         location = f"input[{i}]"
         kind = _checked_item_type(location, item)
         if kind == "function_call_output":
             output = _joined_text(f"{location}.output", item["output"])
-            name_field = (
-                {"name": function_name_of_call_id[item["call_id"]]}
-                if item["call_id"] in function_name_of_call_id
-                else {}
-            )
+            name_field = {"name": name_of_call_id[item["call_id"]]} if item["call_id"] in name_of_call_id else {}
             messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": output, **name_field})
         elif kind == "message" and item["role"] != "assistant":
             messages.append({"role": item["role"], "content": _joined_text(f"{location}.content", item["content"])})
         else:
             if kind == "function_call":
-                function_name_of_call_id[item["call_id"]] = item["name"]
+                name_of_call_id[item["call_id"]] = item["name"]
             if not _is_repeated_by_next(item, f"input[{i + 1}]", response_input[i + 1 : i + 2]):
                 _add_to_answer(messages, location, kind, item)
     return messages
 
 
 def _checked_item_type(location: str, item: Mapping[str, Any]) -> str:
-    """Check an input item's fields and return its type.  location: for errors, such as input[3].  Raises
-    EspalierError."""
+    """Check an input item's fields and return its type.  location: such as input[3].  Raises EspalierError."""
     kind = item.get("type", "message" if "role" in item else None)
     if not isinstance(kind, str) or kind not in ITEM_FIELDS:
         raise EspalierError(f"{location}.type={shown(kind)} is not supported; use {', '.join(ITEM_FIELDS)}")
@@ -234,8 +228,7 @@ def _checked_item_type(location: str, item: Mapping[str, Any]) -> str:
 
 
 def _add_to_answer(messages: list[dict[str, Any]], location: str, kind: str, item: Mapping[str, Any]) -> None:
-    """Add an assistant's item to the last message, or begin a new message.  A new message begins if the last message is
-    not the assistant's, or if this item cannot follow its other items.  location: for errors, such as input[3]."""
+    """Add an assistant's item to the last message, or to a new message if it cannot follow that message's items."""
     answer = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
     has_content = answer is not None and (answer["content"] is not None or "tool_calls" in answer)
     # The order inside a message: at most one reasoning item, then at most one content, then tool calls.

@@ -85,8 +85,7 @@ class Endpoint:
 
 
 def make_router(frontends: Frontends, endpoints: Sequence[Endpoint]) -> Router:
-    """Returns the ASGI application that calls the endpoints.  The application raises ApiErrors, which the middleware
-    turns into responses."""
+    """Returns the ASGI application that calls the endpoints.  It raises ApiErrors, which the middleware answers."""
     by_path: dict[str, dict[str, Endpoint]] = {}
     for endpoint in endpoints:
         by_path.setdefault(endpoint.path, {})[endpoint.method] = endpoint
@@ -171,8 +170,7 @@ class FieldRow(NamedTuple):
 
 
 class Operation(NamedTuple):
-    """A method of a path on the page /docs.  body: the name of the body's schema; "" for no body.  statuses: all
-    possible statuses of a response, as text."""
+    """A method of a path on the page /docs.  body: the name of the body's schema; "" for no body."""
 
     method: str
     path: str
@@ -270,7 +268,6 @@ def example_requests(frontends: Frontends, needs_key: bool) -> Iterator[tuple[st
 
 
 def operations_of(openapi_json: dict[str, Any]) -> Iterator[Operation]:
-    """Yields the operations of an OpenAPI description."""
     for path, methods in openapi_json["paths"].items():
         for method, operation in methods.items():
             content = operation.get("requestBody", {}).get("content", {})

@@ -294,8 +294,7 @@ def _bind(host: str, port: int, reuse_address: bool) -> socket.socket:
     # for the acknowledgement of the event before.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuse_address)
-    # Accepted connections inherit this option.  With it, the system buffers little output, so the server soon notices
-    # a client that does not read.
+    # Accepted connections inherit this option.  The kernel then buffers little, so slow clients are noticed soon.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, MAX_UNSENT_BYTES)
     try:
         listener.bind((host, port))

@@ -24,8 +24,7 @@ MAX_INLINE_SIZE = 2048
 
 @dataclass
 class TokenizerThread:
-    """One thread with its tokenizer.  num_unfinished_calls: how many calls wait or run.  A call whose HTTP request has
-    ended counts too."""
+    """One thread with its tokenizer.  num_unfinished_calls: calls that wait or run, also if their request has ended."""
 
     inputs: InputProcessor
     thread: ThreadPoolExecutor
@@ -79,9 +78,9 @@ class TokenizerThreads:
     ) -> list[int]:
         """Returns the token ids of a conversation.
 
-        work: work(InputProcessor, *values) returns the generator that makes the token ids (chat.RenderLoop).  The
-        generator runs in the thread or on the event loop that `run` would choose.  It yields arguments of the chat
-        template.  render: returns the rendered text, which is sent to the generator.  size, field, errors: as in `run`.
+        work(InputProcessor, *values): returns the generator that makes the token ids (chat.RenderLoop).  The generator
+        runs in the thread that `run` would choose.  It yields the arguments of a chat template, and is sent the text
+        that `render` returns for them.  size, field, errors: as in `run`.
         """
         steps: RenderLoop | None = None
 

@@ -99,9 +99,7 @@ class EngineWorker:
             self._send(chunks)
 
     def _receive_messages(self) -> bool:
-        """Handle all received messages.  If no request runs, first wait for a message, for at most heartbeat_ms.
-
-        Returns False if the process must end."""
+        """Handle all received messages.  If no request runs, first wait for a message.  Returns False at Shutdown."""
         wait_ms = min(self.heartbeat_ms, GRAMMAR_CHECK_MS) if self.compiling_prompts else self.heartbeat_ms
         wait_ms = 0 if self.llm.engine.has_work else wait_ms
         while self.socket.poll(wait_ms):
@@ -221,8 +219,8 @@ def load_model(settings: dict[str, Any]) -> LLM:
 
 
 def _load_learning(settings: dict[str, Any], learn: dict[str, Any], stack: ExitStack) -> "tuple[LLM, Learner]":
-    """Load the model and attach a learner.  Raises EspalierError.  A wrong folder of the learner is refused before the
-    weights are loaded.  stack: closes the learner and the model at its end."""
+    """Load the model and attach a learner.  `stack` closes both.  Raises EspalierError.  A wrong folder is refused
+    before the weights are loaded."""
     # These modules are imported only for online learning, because they take seconds to import.
     from espalier.learn.folder import LearnConfig
     from espalier.learn.learner import Learner
@@ -243,8 +241,7 @@ ModelLoader = Callable[[dict[str, Any]], AbstractContextManager[LLM]]
 def main(address: str, api_server_pid: int, load: ModelLoader = load_model) -> int:
     """Connect to the API server, load the model and serve.  Returns the exit code.  A failure is sent as EngineFailed.
 
-    address: of the ZeroMQ socket.  api_server_pid: the API server's process id.  The API server may end before it sends
-    StartEngine.
+    address: of the ZeroMQ socket.  api_server_pid: the API server's process id.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with zmq.Context() as context, context.socket(zmq.PAIR) as socket:

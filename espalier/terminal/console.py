@@ -1,5 +1,4 @@
-"""Console output: colours and progress bars on a terminal (elsewhere plain text), tables, a description of the machine,
-and the layout of help texts."""
+"""Console output: colours, progress bars and tables, a description of the machine, and the layout of help texts."""
 
 import json
 import os
@@ -104,8 +103,7 @@ def stderr() -> Console:
 class DrawingSigns:
     """The characters for drawings: UNICODE_SIGNS, or ASCII_SIGNS if the terminal's encoding is not Unicode.
 
-    branch, last_branch, vertical: the lines of a tree.  accepted, rejected: marks of draft tokens.  bar, empty_bar: the
-    parts of a bar.  prompt_end: marks the end of a prompt."""
+    branch, last_branch, vertical: the lines of a drawn tree."""
 
     branch: str
     last_branch: str
@@ -171,10 +169,7 @@ def waiting(title: str) -> Iterator[None]:
 def colour_by_source(
     tokenizer: Tokenizer, prompt: Sequence[int], tokens: Sequence[int], from_draft: Sequence[bool]
 ) -> Text:
-    """Returns the text of output tokens, in which tokens from the draft are coloured.
-
-    prompt: the token ids before the output.  tokens: the output's token ids.  from_draft: whether each output token
-    came from the draft."""
+    """Returns the text of output tokens, in which tokens from the draft are coloured.  prompt, tokens: token ids."""
     text_stream = tokenizer.text_stream(prompt)
     text = Text()
     for i, (token, drafted) in enumerate(zip(tokens, from_draft, strict=True)):

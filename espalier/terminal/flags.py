@@ -15,16 +15,13 @@ from espalier.errors import NUMBER_PARSERS, EspalierError, whole_number, without
 from espalier.request import PARAMS_WITH_FLAGS, ResolvedParams, SamplingParams
 
 NOT_GIVEN = None
-# The environment variable for the API key.  It is safer than the flag --api-key, because all users of the machine can
-# see flags in the list of processes.
+# The environment variable for the API key.  It is safer than a flag, which all users can see in the list of processes.
 KEY_VARIABLE = "ESPALIER_API_KEY"
 PLAIN_FLAG = "--no-speculation"
 
 
 def add_engine_flags(parser: ArgumentParser, leave_out: Collection[str] = ()) -> None:
-    """Add a flag for each field of EngineConfig and SpeculationConfig, except EngineConfig.speculation.
-
-    leave_out: the names of further fields of EngineConfig that get no flag."""
+    """Add the flags of EngineConfig (except `speculation` and the fields in `leave_out`) and of SpeculationConfig."""
     engine = parser.add_argument_group("engine (by default the engine chooses; `espalier doctor` shows what)")
     for f in fields(EngineConfig):
         if f.name not in ("speculation", *leave_out):
@@ -49,8 +46,7 @@ def add_json_flag(parser: ArgumentParser) -> None:
 
 
 def add_key_flag(parser: ArgumentParser | _ArgumentGroup, help_text: str, several: bool = False) -> None:
-    """Add the flag --api-key.  several: whether the flag may be repeated.  If so, read the flag with the function
-    api_keys, otherwise with api_key."""
+    """Add the flag --api-key.  several: whether it may be repeated.  Then api_keys reads it, otherwise api_key."""
     action = "append" if several else "store"
     parser.add_argument("--api-key", metavar="X", action=action, help=f"{help_text} (${KEY_VARIABLE})")
 
@@ -113,8 +109,8 @@ def given_flags(args: Namespace) -> list[str]:
 def named_models(args: Namespace) -> dict[str, str]:
     """Returns the model and the draft that a command loads, by setting name.
 
-    The flags --model and --draft are the command's own, or those of EngineConfig.  Returns {} if --url is given,
-    because the command then uses a running server.
+    The flags are the command's own, or those of EngineConfig.  Returns {} if --url is given, because then the command
+    uses a server that has loaded the model.
     """
     if getattr(args, "url", None):
         return {}
@@ -149,9 +145,7 @@ def sampling_params(args: Namespace) -> SamplingParams:
 
 
 def require_readable(text: str, description: str, encoding: str) -> str:
-    """Returns `text`.  Raises EspalierError for lone surrogates, which Python makes from undecodable bytes.
-
-    description, encoding: for the error: what the text is, and the encoding in which it was read."""
+    """Returns `text`.  Raises EspalierError for lone surrogates, which Python makes from undecodable bytes."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -194,8 +188,7 @@ def _given_fields(args: Namespace, config: type) -> dict[str, Any]:
 
 
 def _destination(config: type, name: str) -> str:
-    """Returns argparse's `dest` of a flag.  It begins with the class, because two classes may have a field of the same
-    name."""
+    """Returns argparse's `dest` of a flag.  It has the class's name, because two classes may have the same field."""
     return f"{config.__name__}.{name}"
 
 
@@ -206,8 +199,7 @@ def _add_flag(group: _ArgumentGroup, field: Field, help_text: str | None = None)
     help_text = help_text or field.metadata["help"]
     options: dict[str, Any] = {"dest": _destination(config, field.name), "default": NOT_GIVEN, "help": help_text}
     if bool in kinds:
-        # The help text also describes an API field, so it explains the values "true: " and "false: ".  On the command
-        # line, they are the flags --NAME and --no-NAME.
+        # The help text explains the values true and false of an API field.  Here they are flags: --NAME and --no-NAME.
         help_text = help_text.replace("true: ", f"{flag_of(field.name)}: ")
         options["help"] = help_text.replace("false: ", f"{flag_of('no_' + field.name)}: ")
         group.add_argument(flag_of(field.name), action=BooleanOptionalAction, **options)

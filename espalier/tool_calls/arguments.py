@@ -1,5 +1,4 @@
-"""Parses a tool call's arguments: a JSON object, or values between tags.  The tool's JSON schema tells the types of
-values between tags."""
+"""Parses a tool call's arguments: a JSON object, or values between tags, whose types are in the tool's JSON schema."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -116,8 +115,7 @@ class TaggedArguments:
         self.call.write_arguments(_json_value(name, _trim_to_limits(text, schemas), types))
 
     def _read_value_text(self, reader: TextReader, end_marker: str, strip_chars: str, on_text: Any) -> Steps[None]:
-        """Read a value up to `end_marker`.  on_text: called with each piece of the value, without strip_chars at its
-        end.  Raises BrokenCall."""
+        """Read a value, and call on_text with its pieces, without strip_chars at the value's end."""
         held_back = ""
 
         def pass_on_text(text: str) -> None:
@@ -187,8 +185,7 @@ def read_call_object(reader: TextReader, call: CallWriter) -> Steps[None]:
 
 
 def read_arguments(reader: TextReader, call: CallWriter, *end_markers: str) -> Steps[None]:
-    """Read arguments and write them to `call`.  They are a JSON object, or a string with a JSON object inside, which
-    some models write.  Raises BrokenCall.
+    """Read arguments: a JSON object, or a string that contains a JSON object (from some models).  Raises BrokenCall.
 
     end_markers: markers that end the call.  If a marker or the output's end comes next, the call has no arguments.
     """

@@ -38,9 +38,8 @@ def new_short_call_id() -> str:
 
 @dataclass
 class DeltaWriter:
-    """Collects the deltas that a parser makes.  schemas: the JSON schema of each callable tool's parameters, by tool
-    name.  in_reasoning: whether the text so far ends inside the reasoning.  may_reason: whether reasoning may still
-    come."""
+    """Collects the deltas that a parser makes.  schemas: the schema of each callable tool's parameters, by tool name.
+    in_reasoning: whether the text so far ends inside the reasoning.  may_reason: whether reasoning may still come."""
 
     schemas: Mapping[str, Mapping[str, Any]]
     make_call_id: Callable[[], str]
@@ -50,7 +49,6 @@ class DeltaWriter:
     _deltas: list[Delta] = field(default_factory=list)
 
     def add_delta(self, kind: DeltaKind, text: str = "", index: int = -1, id: str = "") -> None:
-        """Add a delta, or join its text to the last delta if both have the same kind and index."""
         last = self._deltas[-1] if self._deltas and kind in ("content", "reasoning", "arguments") else None
         if last is not None and (last.kind, last.index) == (kind, index):
             self._deltas[-1] = Delta(kind, last.text + text, index)
@@ -167,9 +165,8 @@ class CallSyntax:
 class ToolFormat:
     """The format in which a family of models writes tool calls.
 
-    template_signs: texts by which the format is recognized, because every chat template of this family has them.
-    special_tokens: the special tokens that the parser needs.  They must be in the output's text.  parse: parses an
-    answer after its reasoning.  syntax: the same format for a grammar.  call_ends_output:
+    template_signs: texts that every chat template of this family has.  special_tokens: the special tokens that the
+    parser needs, so they must be in the output's text.  parse: parses an answer after its reasoning.  call_ends_output:
     whether the output ends after a call.  make_call_id: returns the id of a new call.  arguments_as_text: whether the
     chat template takes the arguments of earlier calls as JSON text instead of objects."""
 
@@ -222,8 +219,7 @@ def parse_reasoning(reader: TextReader, writer: DeltaWriter, format: ReasoningFo
 
 
 def _read_first_marker(reader: TextReader, format: ReasoningFormat) -> Steps[str | None]:
-    """Read white space and a reasoning marker.  Returns the marker.  If no marker comes next, reads nothing and returns
-    None."""
+    """Read white space and a reasoning marker.  Returns the marker; if none comes next, reads nothing, returns None."""
     space = yield from reader.read_space()
     marker = yield from reader.read_literal(format.begin_marker, format.end_marker)
     if marker is None:

@@ -108,8 +108,7 @@ def _checked_definitions(tools: Any) -> tuple[Mapping[str, Any], ...]:
 
 
 def _checked_tool_name(location: str, tool: Any) -> str:
-    """Checks a tool and returns its name.  location: the tool's place in the request, for errors, such as tools[0].
-    Raises EspalierError."""
+    """Checks a tool and returns its name.  location: for errors, such as tools[0].  Raises EspalierError."""
     form = '{"type": "function", "function": {"name": ..., "parameters": {...}}}'
     if not isinstance(tool, Mapping) or tool.get("type") != "function" or not isinstance(tool.get("function"), Mapping):
         raise EspalierError(f"{location}={shown(tool)} is not supported; use {form}")

@@ -10,8 +10,7 @@ from espalier.tool_calls.reader import Steps, TextReader
 
 
 class OutputParser:
-    """Parses the text of one output into deltas.  The text arrives in pieces.  How the text is divided does not change
-    the joined deltas.
+    """Parses the text of one output, which arrives in pieces, into deltas.  The pieces do not change the joined deltas.
 
     schemas: the JSON schema of each callable tool's parameters, by tool name.  answer_start: the text at the prompt's
     end with which the answer begins.
@@ -21,8 +20,7 @@ class OutputParser:
         self._reader = TextReader()
         self._writer = DeltaWriter(schemas, formats.tools.make_call_id if formats.tools is not None else new_call_id)
         self._steps = _parse_output(self._reader, self._writer, formats)
-        # The end of answer_start, if it may be the beginning of a marker.  The text is of the prompt, so it must not be
-        # in the deltas.
+        # The end of answer_start, if it may begin a marker.  This text of the prompt must not be in the deltas.
         self._held_prompt_text = ""
         self._parse_new_text()
         if answer_start:

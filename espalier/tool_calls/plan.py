@@ -192,8 +192,8 @@ MAX_SEARCHED_TOKENS = 16
 
 
 class ChatPlan:
-    """How the tools of one chat request change its prompt, parameters and output.  formats: the model's.  Raises
-    EspalierError if the request has tools and the model cannot call them."""
+    """How the tools of one chat request change its prompt, parameters and output.  Raises EspalierError if the request
+    has tools and the model cannot call them."""
 
     def __init__(self, tokenizer: Tokenizer | None, formats: Formats, tools: RequestTools):
         self.tokenizer = tokenizer

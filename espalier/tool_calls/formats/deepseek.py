@@ -1,5 +1,4 @@
-"""DeepSeek's tool calls.  V3 and R1 write the arguments in a Markdown code block (```json); V3.1 writes them directly
-after the name."""
+"""DeepSeek's tool calls.  V3 and R1 write the arguments in a Markdown code block, V3.1 directly after the name."""
 
 from functools import partial
 

@@ -42,8 +42,7 @@ def _read_named_call(reader: TextReader, writer: DeltaWriter, opening_marker: st
         name = yield from reader.read_word("{[")
         call.write_name(name.strip())
         if (yield from reader.read_literal(ID_BEGIN)):
-            # The call's id from the model is dropped, because ids must be unique in a conversation.  CallWriter makes
-            # the id.
+            # The model's id is dropped.  CallWriter makes another id, because ids must be unique in a conversation.
             yield from reader.read_word("{[")
         yield from reader.read_literal(ARGUMENTS_BEGIN)
         yield from reader.read_space()
