@@ -241,7 +241,7 @@ def _refuse_first_repeated_id(path: Path, repeated_hashes: Collection[int]) -> N
 
 
 class Journal:
-    """The output file of a batch.  It also records which input lines are answered.
+    """The output file of a batch, and a record in memory of the input lines that are answered.
 
     scan: the checked input file.  num_failed: the number of answers that are errors or have a status other than 200.
     Raises EspalierError if the output file cannot be written, or has answers to another input file.
@@ -344,7 +344,7 @@ class Journal:
         return written.startswith(start) or start.startswith(written)
 
     def _read_answer(self, output_number: int, data: bytes) -> None:
-        """Count the answer in a line of the output file.  data: the line.  Raises EspalierError for another line."""
+        """Count the answer in a line of the output file.  Raises EspalierError if the line answers no input line."""
         try:
             line: Any = msgspec.json.decode(data)
             answer_id, response = line["id"], line["response"]

@@ -41,7 +41,7 @@ REPLICA_OPTIONS = ("tokens_per_replica", "resources", "autoscaling", "router")
 MODEL_OPTIONS = (*FRONTEND_FIELDS, *CLIENT_FIELDS, *REPLICA_OPTIONS, "served_model_name", "chat_template", "replicas")
 SERVICE_OPTIONS = (*API_FIELDS, "cors_origin", "fronts", "drain_timeout", "log_level", "log_json")
 RAY_VERSION = "2.60"
-# So large that Ray Serve never limits the open requests, because the API server already limits them.
+# This number is so large that Ray Serve never limits the open requests.  The API server already limits them.
 MAX_ONGOING_REQUESTS = 65536
 # Health checks find a replica that hangs.  A replica whose engine has ended exits by itself.
 HEALTH_PERIOD_S = 5.0
@@ -55,8 +55,8 @@ class ReplicaOptions:
     """The number of engine replicas of a model, from `min_replicas` to `max_replicas`, and their options.
 
     tokens_per_replica: autoscaling changes the number of replicas so that each has about this many tokens still to
-    compute (EngineReplica.open_tokens).  resources: what Ray reserves for a replica (ray_actor_options).  None reserves
-    a GPU for each rank, and nothing on a CPU.  autoscaling: further fields of Ray's AutoscalingConfig.  router: the
+    compute (EngineReplica.open_tokens).  resources: what Ray reserves for a replica (ray_actor_options); with None, a
+    GPU for each rank, and nothing on a CPU.  autoscaling: further fields of Ray's AutoscalingConfig.  router: the
     import path of a subclass of Ray's RequestRouter.
     """
 
@@ -218,7 +218,7 @@ def require_ray() -> Any:
 
 
 def app(args: dict[str, Any]) -> Any:
-    """The application of a Serve config file (`import_path: espalier.serve_ray:app`).  args: see parse_service."""
+    """Returns the application for a Serve config file (`import_path: espalier.serve_ray:app`).  args: the file's."""
     return application(parse_service(args))
 
 
@@ -287,7 +287,7 @@ def ray_resources(model: ServedModel) -> dict[str, Any]:
     """Returns the resources that Ray reserves for a replica.
 
     By default, a GPU for each rank.  On a CPU nothing is reserved, so that replicas share the cores.  All resources of
-    a replica are on one machine.  Raises EspalierError if a replica with several ranks has not one GPU for each rank.
+    a replica are on one machine.  Raises EspalierError if a replica with several ranks gets no GPU for each rank.
     """
     num_gpus = num_gpus_of(model.settings)
     if model.replicas.resources is None:

@@ -39,8 +39,8 @@ class EngineReplica:
         self.name = name or _name_in_serve()
         self.exit_actor = exit_process
         self.client = EngineClient(with_own_seed(settings, self.name), options)
-        # By prompt name: the number of tokens still to compute.  It includes the prompt's tokens until the first output
-        # arrives, and the output tokens that may still come (up to max_tokens).
+        # By prompt name: the number of tokens still to compute.  The prompt's tokens count until the first output
+        # arrives.  Output tokens (up to max_tokens) count until they arrive.
         self._open_tokens: dict[str, int] = {}
         await self.client.start()
         self._exit_task = asyncio.create_task(self._exit_with_engine())

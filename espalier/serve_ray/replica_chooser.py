@@ -1,4 +1,4 @@
-"""Chooses the replica that was sent the longest prefix of a prompt before, or another replica if this one is too busy.
+"""Chooses the replica that was sent the longest prefix of a prompt before, unless this replica is too busy.
 
 Each API server chooses for itself.  An API server remembers to which replica it sent a prefix, and counts its samples
 that wait or run on each replica (open samples).
@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-# Only the first pages of a prompt are hashed, at most this number.
+# At most this number of pages, counted from the prompt's start, are hashed.
 MAX_HASHED_PAGES = 512
 # The default limit of remembered prefixes.  A prompt has one prefix for each full page of tokens.
 MAX_PREFIXES = 2**18
@@ -84,8 +84,8 @@ class ReplicaChooser:
         """Record a prompt that was sent to a replica.  record_ended gets the same request_id."""
         self._open_samples.setdefault((replica, request_id), []).append(num_samples)
         self.num_open_samples[replica] += num_samples
-        # The shortest prefix must be forgotten last, because _num_pages_held stops at a forgotten prefix.  So it is
-        # recorded last.
+        # The shortest prefix is recorded last, so that it is forgotten last, because _num_pages_held stops at a
+        # forgotten prefix.
         for prefix_hash in reversed(prefix_hashes):
             self._replica_of_prefix[prefix_hash] = replica
             self._replica_of_prefix.move_to_end(prefix_hash)

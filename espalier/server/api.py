@@ -33,7 +33,7 @@ from espalier.tool_calls.formats import Formats
 from espalier.tool_calls.plan import ChatPlan
 
 NO_EFFECT_HEADER = "x-espalier-no-effect"
-# The schema of a server-sent event.  Its data is a chunk as JSON, or [DONE].
+# The schema of a server-sent event.  The event's data is a chunk as JSON, or [DONE].
 EVENT_SCHEMA = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
 STREAM_RESPONSES = {200: {**JSON, "text/event-stream": {"schema": EVENT_SCHEMA}}}
 COMMON_ERRORS = (401, 500)
@@ -55,7 +55,8 @@ class PreparedChat:
 
 @contextmanager
 def as_api_errors(field: str | None = None) -> Iterator[None]:
-    """Turns an EspalierError that leaves the block into an ApiError.  field: its param if the text names no field."""
+    """Turns an EspalierError that leaves the block into an ApiError.  field: the ApiError's param if the error's
+    message names no field."""
     try:
         yield
     except EspalierError as error:

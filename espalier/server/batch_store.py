@@ -111,7 +111,7 @@ def new_id(prefix: str) -> str:
 
 
 class BatchStore:
-    """The files and batches in a directory, as dicts by id, oldest first.  Raises EspalierError if it is unusable."""
+    """The files and batches in `folder`, as dicts by id, oldest first.  Raises EspalierError for an unusable folder."""
 
     def __init__(self, folder: Path):
         self.folder = folder

@@ -205,7 +205,7 @@ class BatchRunner:
         try:
             return await asyncio.shield(opening)
         except asyncio.CancelledError:
-            # The thread still opens the journal.  A journal that nobody closes would keep the file locked.
+            # The thread goes on and opens the journal.  If nobody closed the journal, its file would stay locked.
             with suppress(EspalierError):
                 (await opening).close()
             raise
@@ -236,7 +236,7 @@ class BatchRunner:
         file_ids = await asyncio.to_thread(self._make_output_files, batch)
         end_time = {f"{end_status}_at": int(time.time())}
         self.store.save_batch(batch, status=end_status, **file_ids, **end_time)
-        # The output files have all answers now.  If this file cannot be deleted, the next start of the server does it.
+        # The output files have all answers now.  If this file cannot be deleted, the server's next start deletes it.
         with suppress(OSError):
             self.store.answers_path(batch.id).unlink()
         log.info(

@@ -30,7 +30,7 @@ UNREADABLE_JSON = (
 )
 MAX_MESSAGES = 4096
 MAX_CONTENT_TYPE = 1024
-# The most entries in all lists and objects of one field.  The fields prompt and tokens have BodyLimits instead.
+# The most entries in all lists and objects of one field.  BodyLimits has other limits for the fields prompt and tokens.
 MAX_ENTRIES_PER_FIELD = 65536
 # The largest body that the API server reads itself.  Reading takes a few milliseconds.
 MAX_INLINE_BYTES = 65536

@@ -1,6 +1,6 @@
 """Builds the answers of the chat endpoints.  Tool calls and reasoning are parsed from the output tokens.
 
-/v1/chat/completions returns a message; /v1/responses returns a list of items.  Both can be streamed as events.
+/v1/chat/completions returns a message; /v1/responses returns a list of items.  Both endpoints can stream the answer.
 """
 
 from collections.abc import Callable, Sequence
@@ -199,7 +199,7 @@ class ChatResponseBuilder(ResponseBuilder):
 class OutputItems:
     """The output items of one response, and the events that tell the client about changes of the items.
 
-    id: the end of the items' ids.  is_open: whether the last item may still grow."""
+    id: the response's id, a part of the items' ids.  is_open: whether the last item may still grow."""
 
     def __init__(self, id: str):
         self.id = id

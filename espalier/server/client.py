@@ -395,7 +395,7 @@ class EngineClient:
                 await process.wait()
 
     def _send(self, message: protocol.MessageToEngine) -> None:
-        """Send a message.  This never blocks, because the socket's queue has no size limit."""
+        """Send a message.  Sending never blocks, because the socket's queue has no size limit."""
         assert self._socket is not None
         self._socket.send(protocol.encode(message))
 

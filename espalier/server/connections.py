@@ -156,7 +156,7 @@ def peer_address(transport: Any) -> str:
 def max_connections() -> int | None:
     """Returns how many connections may be open: the file descriptors that are neither open nor reserved.
 
-    None: the system has no limit.  Raises EspalierError for less than MIN_CONNECTIONS.
+    Returns None if the system has no limit.  Raises EspalierError for less than MIN_CONNECTIONS.
     """
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if limit == resource.RLIM_INFINITY:

@@ -107,7 +107,7 @@ def bad_request_error(error: EspalierError, field: str | None = None) -> ApiErro
 
 
 def validation_error(errors: Sequence[Mapping[str, Any]], model: type[BaseModel] | None) -> ApiError:
-    """Returns an ApiError with status 400 for a body that pydantic refused.  errors: pydantic's; one is reported."""
+    """Returns an ApiError with status 400 for a body that pydantic refused.  The message reports one of `errors`."""
     first = errors[0]
     if first["type"] == "missing":
         # Report an unknown field instead: the client probably misspelt the missing name, or meant another endpoint.
@@ -146,7 +146,7 @@ def validation_error(errors: Sequence[Mapping[str, Any]], model: type[BaseModel]
 
 
 def _unknown_field_message(model: type[BaseModel], name: str) -> str:
-    """Returns the message for an unknown field.  If another endpoint has the field, the message names this endpoint."""
+    """Returns the message for an unknown field.  If another endpoint has the field, the message names that endpoint."""
     if model in BODY_MODELS.values() and other_engines.keyword_advice(name, model.model_fields, python=False) is None:
         for path, other in BODY_MODELS.items():
             if name in other.model_fields and _refused_field(other, name) is None:

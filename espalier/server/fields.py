@@ -301,7 +301,7 @@ VLLM_GRAMMAR_KINDS: Mapping[str, GrammarKind] = {"json": "json_schema", "grammar
 
 
 def _grammar_of(field: str, value: Any) -> Grammar:
-    """Returns the grammar that a field of vLLM or SGLang requests.  They have no field for strict, so it is False."""
+    """Returns the grammar that a field of vLLM or SGLang requests.  They have no field `strict`, so strict is False."""
     name: Any = field.removeprefix("guided_").removesuffix("_")
     return Grammar(
         VLLM_GRAMMAR_KINDS.get(name, name), value if isinstance(value, str) else json.dumps(value), strict=False

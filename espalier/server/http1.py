@@ -47,13 +47,13 @@ STATUS_LINES = MappingProxyType(
 )
 LAST_CHUNK = b"0\r\n\r\n"
 CONTINUE_RESPONSE = STATUS_LINES[100] + b"\r\n"
-# A connection is half-closed when its client has sent FIN.  It is checked every HALF_CLOSED_CHECK_S seconds.  A probe
+# A connection is half-closed when its client has sent FIN, and is checked every HALF_CLOSED_CHECK_S seconds.  A probe
 # (an interim response) is sent at check number FIRST_PROBE_CHECK, counted from 0, and every CHECKS_PER_PROBE checks.
 HALF_CLOSED_CHECK_S = 0.1
 FIRST_PROBE_CHECK = 3
 CHECKS_PER_PROBE = 100
 LINGER_S = 2.0
-# The name of an ASGI extension.  Its value is the HttpExchange, with which the application writes events directly.
+# The name of an ASGI extension in the scope.  With its value, an HttpExchange, the application writes events directly.
 EXCHANGE_EXTENSION = "espalier.exchange"
 
 

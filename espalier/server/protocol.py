@@ -155,14 +155,14 @@ MessageFromEngine = EngineReady | PromptRefused | StepOutput | EngineFailed
 
 
 def _encode_logprobs(value: Any) -> Any:
-    """Returns TokenLogprobs as (field of_prompt, number of columns, bytes of the rows).  The API server decodes it."""
+    """Returns TokenLogprobs as (field of_prompt, number of columns, bytes of the rows), for _decode_logprobs."""
     if isinstance(value, TokenLogprobs):
         rows = value.joined()
         return value.of_prompt, rows.shape[1], rows.tobytes()
     raise NotImplementedError(f"{type(value).__name__} has no plain form")
 
 
-def _decode_logprobs(kind: Any, value: Any) -> Any:
+def _decode_logprobs(target_type: Any, value: Any) -> Any:
     of_prompt, width, data = value
     return TokenLogprobs((np.frombuffer(data, np.int64).reshape(-1, width),), of_prompt)
 
@@ -204,7 +204,7 @@ class Engines(Protocol):
 
     model_info: None before the engines are started.  state: "ready", or one word for why no engine is ready.
     unavailable_reason: this reason as a sentence; "" if an engine is ready.  num_slots: how many samples the engines
-    can run at once now.  max_slots: num_slots when the most engines run.  open_samples: how many samples wait or run.
+    can run at once now.  max_slots: num_slots if the most engines run.  open_samples: how many samples wait or run.
     """
 
     @property

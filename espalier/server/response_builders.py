@@ -249,6 +249,7 @@ class ResponseBuilder:
         return {name: sum(getattr(usage, name) for usage in self.usages) for name in names}
 
     def _wrap_choices(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        """Returns a stream chunk with these choices."""
         chunk = {**self.common_fields, "object": self.chunk_object, "choices": choices}
         if not self.reports_usage_in_chunks:
             return {**chunk, "usage": None} if self.include_usage else chunk
@@ -267,9 +268,11 @@ class ResponseBuilder:
         return fields
 
     def _chunk_choice(self, choice: Choice, output: OutputChunk) -> dict[str, Any]:
+        """Returns the choice's entry in a stream chunk with `output`."""
         raise NotImplementedError
 
     def _full_choice(self, choice: Choice) -> dict[str, Any]:
+        """Returns the choice's entry in the whole response."""
         raise NotImplementedError
 
     def _token_text(self, token: int) -> str:

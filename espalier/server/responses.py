@@ -173,7 +173,7 @@ TEXT_PART_TYPES = ("input_text", "output_text", "text", "reasoning_text", "summa
 
 
 def _no_effect_names(response_input: str | Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns the names of the sent fields of NO_EFFECT_ITEM_FIELDS, in items or their content parts."""
+    """Returns which fields of NO_EFFECT_ITEM_FIELDS the client has sent, in items or in their content parts."""
     items = [] if isinstance(response_input, str) else response_input
     parts = [part for item in items for part in _text_parts_of(item)]
     return [name for name in NO_EFFECT_ITEM_FIELDS if any(each.get(name) is not None for each in (*items, *parts))]
@@ -255,7 +255,7 @@ def _is_repeated_by_next(item: Mapping[str, Any], location: str, next_items: Seq
 
 
 def _joined_text(location: str, content: Any) -> str:
-    """Returns an item's content as one text: a text, or its joined text parts.  Raises EspalierError."""
+    """Returns an item's content as one text.  content: a text, or text parts to be joined.  Raises EspalierError."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):

@@ -141,10 +141,10 @@ class HttpServer:
         for number in (signal.SIGTERM, signal.SIGINT):
             self.loop.add_signal_handler(number, self.begin_shutdown, number == signal.SIGINT)
         connect = partial(Connection, self.app, self.connections)
-        # asyncio accepts `backlog` connections in one iteration of the event loop.  Others wait in the kernel.
+        # asyncio accepts `backlog` connections in one iteration of the event loop.  Further ones wait in the kernel.
         accepting = await self.loop.create_server(connect, sock=listener, backlog=MAX_ACCEPTS_PER_LOOP_TURN)
         listener.listen(ACCEPT_BACKLOG)
-        sweeping = self.loop.create_task(self._close_stalled_often())
+        sweeping = self.loop.create_task(self._close_stalled_periodically())
         try:
             await self.should_exit.wait()
         finally:
@@ -154,7 +154,7 @@ class HttpServer:
         for number in (signal.SIGTERM, signal.SIGINT):
             self.loop.remove_signal_handler(number)
 
-    async def _close_stalled_often(self) -> None:
+    async def _close_stalled_periodically(self) -> None:
         while True:
             await asyncio.sleep(1.0)
             self.connections.close_stalled(self.loop.time(), MAX_STALL_AT_DRAIN_S if self.frontend.draining else None)
@@ -277,8 +277,8 @@ def _import_tokenizer(model: str | None) -> None:
 
 def bind_listener(host: str, port: int) -> socket.socket:
     """Returns a bound socket.  Call this before the model is loaded, so that a port in use is refused at once."""
-    # With SO_REUSEADDR, two servers that load at the same time could bind the same port.  The first try is without it.
-    # The second try has this option, because old connections keep the port of an ended server for a minute.
+    # With SO_REUSEADDR, two servers that load at the same time could bind the same port.  So the first try is without
+    # this option.  The second try has it, because old connections keep the port of an ended server for a minute.
     with suppress(OSError, OverflowError):
         return _bind(host, port, reuse_address=False)
     try:

@@ -15,7 +15,7 @@ from espalier.inputs import InputProcessor
 from espalier.server.errors import bad_request_error, queue_full_error
 
 T = TypeVar("T")
-# Work with more characters or tokens goes to the long-text thread.  This size takes a few milliseconds.
+# Work with more characters or tokens goes to the thread for long texts.  Work of this size takes a few milliseconds.
 MAX_SHORT_SIZE = 16384
 MAX_WAITING_PROMPTS = 32
 # Work of at most this size runs on the event loop, because a switch to a thread and back takes longer.
@@ -34,10 +34,10 @@ class TokenizerThread:
         """Run work(InputProcessor, *values) in the thread, and return the result."""
         running = asyncio.get_running_loop().run_in_executor(self.thread, work, self.inputs, *values)
         self.num_unfinished_calls += 1
-        running.add_done_callback(self._end)
+        running.add_done_callback(self._count_finished_call)
         return await asyncio.shield(running)
 
-    def _end(self, running: asyncio.Future[Any]) -> None:
+    def _count_finished_call(self, call: asyncio.Future[Any]) -> None:
         self.num_unfinished_calls -= 1
 
 

@@ -83,7 +83,7 @@ class EngineWorker:
         self.batch_buckets = llm.engine.layout.batch_buckets(llm.config.graph_batch)
 
     def run(self) -> None:
-        """Run until the message Shutdown.  If the engine raises an error, send its output so far, and re-raise."""
+        """Run until the message Shutdown.  If the engine raises an error, send the output so far, and re-raise it."""
         while os.getppid() == self.api_server_pid and self._receive_messages():
             if self.learner is not None:
                 self.learner.swap_between_steps(self.llm.engine)
@@ -245,7 +245,7 @@ def main(address: str, api_server_pid: int, load: ModelLoader = load_model) -> i
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
-        # A slow API server must not block the engine, so unread output has no limit.  At exit, zmq sends it for 1 s.
+        # A slow API server must not block the engine, so the send queue has no limit.  At exit, zmq sends for 1 s more.
         socket.set_hwm(0)
         socket.linger = 1000
         socket.connect(address)
@@ -290,7 +290,7 @@ def _remove_socket(path: Path) -> None:
 
 @contextmanager
 def _exit_with_api_server(api_server_pid: int, socket_path: Path) -> Iterator[None]:
-    """During the block, ends this process soon after the API server has ended.  For loading, which may take minutes."""
+    """During the block, which may load for minutes, ends this process soon after the API server has ended."""
     is_over = threading.Event()
 
     def watch() -> None:
@@ -316,7 +316,7 @@ def _serve(socket: zmq.Socket, start: StartEngine, api_server_pid: int, load: Mo
                 llm = stack.enter_context(load(start.settings))
             else:
                 llm, learner = _load_learning(start.settings, start.learn, stack)
-        # At SIGTERM, the API server drains from now on, so this process must go on.
+        # From now on, the API server lets requests finish after SIGTERM, so this process must go on.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         log.info("engine process %d: %s loaded in %.1f s", os.getpid(), llm.config.model, time.perf_counter() - began)
         socket.send(protocol.encode(protocol.EngineReady(llm.inputs.model_info, llm.config.as_dict())))

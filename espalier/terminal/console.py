@@ -253,7 +253,7 @@ class HelpText(HelpFormatter):
         positional_arguments = [
             self._format_args(action, action.dest) for action in actions if not action.option_strings
         ]
-        # NUL keeps a flag and its value on one line.
+        # A NUL instead of the space between a flag and its value keeps both on one line.
         words = " ".join(
             part.replace(" ", "\0") for part in [FLAGS_PLACEHOLDER, *required_flags, *positional_arguments]
         )

@@ -46,7 +46,7 @@ def add_json_flag(parser: ArgumentParser) -> None:
 
 
 def add_key_flag(parser: ArgumentParser | _ArgumentGroup, help_text: str, several: bool = False) -> None:
-    """Add the flag --api-key.  several: whether it may be repeated.  Then api_keys reads it, otherwise api_key."""
+    """Add the flag --api-key, for api_key.  several: whether the flag may be repeated, for api_keys instead."""
     action = "append" if several else "store"
     parser.add_argument("--api-key", metavar="X", action=action, help=f"{help_text} (${KEY_VARIABLE})")
 
@@ -233,17 +233,17 @@ def _value_reader(field: Field, types: set[Any]) -> Callable[[str], Any]:
 
 
 def _number_reader(number_type: type, allows_auto: bool) -> Callable[[str], Any]:
-    def read(text: str) -> Any:
+    def parse_number(text: str) -> Any:
         return text if allows_auto and text == "auto" else NUMBER_PARSERS[number_type](text)
 
-    read.__name__ = "whole number" if number_type is int else "number"
-    return read
+    parse_number.__name__ = "whole number" if number_type is int else "number"
+    return parse_number
 
 
 def _mapping_reader(read_key: Callable[[str], Any]) -> Callable[[str], dict[Any, Any]]:
     kind, example = ("a JSON object of token ids", "27") if read_key is whole_number else ("a JSON object", "name")
 
-    def read(text: str) -> dict[Any, Any]:
+    def parse_mapping(text: str) -> dict[Any, Any]:
         try:
             value = json.loads(text, object_pairs_hook=without_duplicate_keys)
             return {read_key(name): item for name, item in value.items()}
@@ -252,7 +252,7 @@ def _mapping_reader(read_key: Callable[[str], Any]) -> Callable[[str], dict[Any,
         except (ValueError, AttributeError):
             raise ArgumentTypeError(f"{text!r} is not {kind}, such as '{{\"{example}\": 1}}'") from None
 
-    return read
+    return parse_mapping
 
 
 def _json_or_text(read: Callable[[str], Any]) -> Callable[[str], Any]:

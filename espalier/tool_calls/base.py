@@ -64,7 +64,7 @@ class DeltaWriter:
     def resume(self, deltas: Sequence[Delta]) -> None:
         """Continue an answer that begins at the prompt's end, such as "<think>".  deltas: made from this beginning.
 
-        Text of the prompt is no output, so the deltas are dropped.  Only the deltas of an open call are kept."""
+        Text of the prompt is no output, so the deltas are dropped, except those of a call that has not ended."""
         open_call = self.num_calls - 1
         if any(delta.kind in ("called", "broken") and delta.index == open_call for delta in deltas):
             return
@@ -184,11 +184,12 @@ class ToolFormat:
 class ReasoningFormat:
     """The format in which a family of models separates its reasoning from the answer.
 
-    template_signs, special_tokens: as in ToolFormat.  begin_marker, end_marker: the texts around the reasoning.
-    answer_marker: the text before an answer without tool calls.  template_switches: chat template variables that switch
-    reasoning on or off.  If the template reads one of them, the model may reason even if the prompt does not begin it.
-    includes_calls: whether the tool format with the same name parses the reasoning too.  message_marker: the text that
-    begins a message of the model, if includes_calls."""
+    template_signs: texts that every chat template of this family has.  special_tokens: the special tokens that the
+    parser needs.  begin_marker, end_marker: the texts around the reasoning.  answer_marker: the text before an answer
+    without tool calls.  template_switches: chat template variables that switch reasoning on or off.  If the template
+    reads one of them, the model may reason even if the prompt does not begin the reasoning.  includes_calls: whether
+    the tool format with the same name parses the reasoning too.  message_marker: the text that begins a message of the
+    model, if includes_calls."""
 
     name: str
     template_signs: tuple[str, ...]

@@ -46,7 +46,7 @@ class MessageStream:
         return text
 
     def read_deltas(self, output: OutputChunk | Output) -> list[Delta]:
-        """Returns an output's deltas, up to a stop string in the content.  Only with keep_stop, a stop token has text."""
+        """Returns an output's deltas, up to a stop string in the content.  A stop token is skipped unless keep_stop."""
         is_last = output.finish_reason is not None
         ends_by_token = output.finish_reason == "stop" and not isinstance(output.stop_reason, str)
         tokens = output.token_ids[:-1] if ends_by_token and not self.keep_stop else output.token_ids

@@ -66,6 +66,7 @@ def _answer_node(grammar: Grammar, reasoning: ReasoningFormat | None) -> Grammar
 
 
 def _structural_tag(node: GrammarNode, strict: bool, after: str | None) -> Grammar:
+    """Returns the grammar that consists of `node`.  strict, after: fields of Grammar."""
     text = json.dumps({"type": "structural_tag", "format": node}, ensure_ascii=False)
     return Grammar("structural_tag", text, strict=strict, after=after)
 
@@ -175,7 +176,7 @@ def _called_function(call: Any) -> Mapping[str, Any]:
 
 
 def _decoded_object(arguments: Any) -> Mapping[str, Any] | None:
-    """Returns a call's arguments as an object; None if they are something else.  arguments: an object or JSON text."""
+    """Returns a call's arguments as an object; None if they are no object.  arguments: an object or JSON text."""
     if isinstance(arguments, str):
         try:
             arguments = decode_json(arguments) if arguments.strip() else None

@@ -1,4 +1,4 @@
-"""Reads the text of an output for parsers.  The text arrives in pieces.  How it is divided does not change the result.
+"""Reads the text of an output for parsers.  The text arrives in pieces, whose sizes do not change the result.
 
 A parser is a generator (Steps).  It reads the text from start to end, and yields None when it needs more text.
 """
