@@ -63,29 +63,29 @@ def numbered_lines(file: BinaryIO, path: Path) -> Iterator[tuple[int, bytes]]:
     """Yields (line number, bytes) of each line that is not blank.  A byte order mark at the start of the file is
     skipped.  Raises EspalierError for a line that is too long."""
     line_number = 0
-    while data := file.readline(MAX_LINE_BYTES + 1):
+    while line_bytes := file.readline(MAX_LINE_BYTES + 1):
         line_number += 1
-        if len(data) > MAX_LINE_BYTES:
+        if len(line_bytes) > MAX_LINE_BYTES:
             raise EspalierError(
                 f"{path}, line {line_number}: it is longer than {MAX_LINE_BYTES} bytes; write one request on each line"
             )
         if line_number == 1:
-            data = data.removeprefix(BOM_UTF8)
-        if data and not data.isspace():
-            yield line_number, data
+            line_bytes = line_bytes.removeprefix(BOM_UTF8)
+        if line_bytes and not line_bytes.isspace():
+            yield line_number, line_bytes
 
 
-def parse_line(line_number: int, data: bytes, urls: Collection[str] = DEFAULT_URLS) -> BatchLine:
+def parse_line(line_number: int, line_bytes: bytes, urls: Collection[str] = DEFAULT_URLS) -> BatchLine:
     """Parses an input line.  urls: the allowed values of the field url.  Raises LineError."""
     try:
-        value = msgspec.json.decode(data)
+        value = msgspec.json.decode(line_bytes)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise _not_json_error(error) from None
     if not isinstance(value, dict):
         raise LineError("invalid_json_line", "the line is not a JSON object; write one with " + ", ".join(LINE_FIELDS))
     custom_id = value.get("custom_id")
     text_id = custom_id if isinstance(custom_id, str) else None
-    _refuse_repeated_keys(data, text_id)
+    _refuse_repeated_keys(line_bytes, text_id)
     try:
         _check_fields(value, urls)
     except LineError as error:
@@ -97,7 +97,7 @@ def _not_json_error(error: Exception, custom_id: str | None = None) -> LineError
     return LineError("invalid_json_line", f"the line is not JSON ({error}); write a JSON object", custom_id)
 
 
-def _refuse_repeated_keys(data: bytes, custom_id: str | None) -> None:
+def _refuse_repeated_keys(line_bytes: bytes, custom_id: str | None) -> None:
     """Refuse a line in which a JSON object has the same key twice.  msgspec would keep only the last value of the key.
 
     custom_id: the line's custom_id as msgspec reads it.  Raises LineError with this custom_id, or without custom_id if
@@ -115,7 +115,7 @@ def _refuse_repeated_keys(data: bytes, custom_id: str | None) -> None:
             errors.append(error)
 
     try:
-        json.loads(data, object_pairs_hook=check_object)
+        json.loads(line_bytes, object_pairs_hook=check_object)
     except (ValueError, RecursionError) as error:  # json also refuses some texts that msgspec reads
         raise _not_json_error(error, custom_id) from None
     if len(custom_ids) > 1:
@@ -126,15 +126,15 @@ def _refuse_repeated_keys(data: bytes, custom_id: str | None) -> None:
         raise LineError("invalid_json_line", str(errors[0]), custom_id)
 
 
-def _check_fields(value: Mapping[str, Any], urls: Collection[str]) -> None:
+def _check_fields(fields: Mapping[str, Any], urls: Collection[str]) -> None:
     """Refuse a line with a missing, unknown or invalid field.  Raises LineError."""
     for name in LINE_FIELDS:
-        if value.get(name) is None:
+        if fields.get(name) is None:
             raise LineError("missing_required_parameter", f"{name} is missing; a line has {', '.join(LINE_FIELDS)}")
-    for name in value:
+    for name in fields:
         if name not in LINE_FIELDS:
             raise LineError("unknown_parameter", f"a line has no {shown(name)}; use {', '.join(LINE_FIELDS)}")
-    custom_id, method, url, body = (value[name] for name in LINE_FIELDS)
+    custom_id, method, url, body = (fields[name] for name in LINE_FIELDS)
     if not isinstance(custom_id, str) or not 0 < len(custom_id) <= MAX_CUSTOM_ID_CHARS:
         message = f"custom_id={shown(custom_id)} is not supported; use text of 1 to {MAX_CUSTOM_ID_CHARS} characters"
         raise LineError("invalid_custom_id", message)
@@ -148,10 +148,10 @@ def _check_fields(value: Mapping[str, Any], urls: Collection[str]) -> None:
         raise LineError("invalid_body", "stream is not supported in a batch; leave it out")
 
 
-def custom_id_of(data: bytes) -> str | None:
+def custom_id_of(line_bytes: bytes) -> str | None:
     """Returns the custom_id of a line; None if the line cannot be parsed or has no custom_id."""
     try:
-        value = msgspec.json.decode(data)
+        value = msgspec.json.decode(line_bytes)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
         return None
     custom_id = value.get("custom_id") if isinstance(value, dict) else None
@@ -197,10 +197,10 @@ def scan_input(path: Path) -> InputScan:
     num_lines = last_line_number = 0
     try:
         with path.open("rb") as file:
-            for line_number, data in numbered_lines(file, path):
-                digest.update(b"%d:" % line_number + data)
+            for line_number, line_bytes in numbered_lines(file, path):
+                digest.update(b"%d:" % line_number + line_bytes)
                 num_lines, last_line_number = num_lines + 1, line_number
-                custom_id = custom_id_of(data)
+                custom_id = custom_id_of(line_bytes)
                 if custom_id is not None:
                     id_hashes.append(_hash_of_id(custom_id))
         _refuse_repeated_ids(path, id_hashes)
@@ -228,8 +228,8 @@ def _refuse_repeated_ids(path: Path, id_hashes: array) -> None:
 def _refuse_first_repeated_id(path: Path, repeated_hashes: Collection[int]) -> None:
     line_of_id: dict[str, int] = {}
     with path.open("rb") as file:
-        for line_number, data in numbered_lines(file, path):
-            custom_id = custom_id_of(data)
+        for line_number, line_bytes in numbered_lines(file, path):
+            custom_id = custom_id_of(line_bytes)
             if custom_id is None or _hash_of_id(custom_id) not in repeated_hashes:
                 continue
             if custom_id in line_of_id:
@@ -275,20 +275,20 @@ class Journal:
     def unanswered_lines(self) -> Generator[tuple[int, bytes]]:
         """Yields (line number, bytes) of each unanswered input line.  Reads the file line by line, not all at once."""
         with self.scan.path.open("rb") as file:
-            for line_number, data in numbered_lines(file, self.scan.path):
+            for line_number, line_bytes in numbered_lines(file, self.scan.path):
                 if not self.is_answered(line_number):
-                    yield line_number, data
+                    yield line_number, line_bytes
 
     def append(self, line_number: int, custom_id: str | None, answer: Response | LineError) -> None:
         """Append the answer to an input line.  Raises EspalierError if the output file cannot be written."""
-        data = line = output_line(self.scan.digest, line_number, custom_id, answer)
+        unwritten = line = output_line(self.scan.digest, line_number, custom_id, answer)
         try:
-            while data:
-                data = data[os.write(self._file, data) :]
+            while unwritten:
+                unwritten = unwritten[os.write(self._file, unwritten) :]
         except OSError as error:
             # Remove a partly written line, because `_recover` accepts an incomplete line only at the file's end.
             with suppress(OSError):
-                os.ftruncate(self._file, os.fstat(self._file).st_size - (len(line) - len(data)))
+                os.ftruncate(self._file, os.fstat(self._file).st_size - (len(line) - len(unwritten)))
             raise EspalierError(
                 f"{self.path} cannot be written ({error.strerror}); make room and run it again"
             ) from None
@@ -329,24 +329,24 @@ class Journal:
         """Read the answers that an earlier run wrote, and remove an incomplete last line."""
         with self.path.open("rb") as file:
             offset = 0
-            for output_number, data in enumerate(file, 1):
-                if not data.endswith(b"\n") and self._may_begin_output_line(data):
+            for output_number, line_bytes in enumerate(file, 1):
+                if not line_bytes.endswith(b"\n") and self._may_begin_output_line(line_bytes):
                     os.ftruncate(self._file, offset)
                     break
-                self._read_answer(output_number, data)
-                offset += len(data)
+                self._read_answer(output_number, line_bytes)
+                offset += len(line_bytes)
 
-    def _may_begin_output_line(self, data: bytes) -> bool:
-        """Returns whether `data`, an incomplete line, may be the beginning of an output line.
+    def _may_begin_output_line(self, line_bytes: bytes) -> bool:
+        """Returns whether `line_bytes`, an incomplete line, may be the beginning of an output line.
 
         Zero bytes at the end are ignored, because a crash may leave a disk block of zero bytes."""
-        start, written = f'{{"id":"{self._prefix}'.encode(), data.rstrip(b"\0")
+        start, written = f'{{"id":"{self._prefix}'.encode(), line_bytes.rstrip(b"\0")
         return written.startswith(start) or start.startswith(written)
 
-    def _read_answer(self, output_number: int, data: bytes) -> None:
+    def _read_answer(self, output_number: int, line_bytes: bytes) -> None:
         """Count the answer in a line of the output file.  Raises EspalierError if the line answers no input line."""
         try:
-            line: Any = msgspec.json.decode(data)
+            line: Any = msgspec.json.decode(line_bytes)
             answer_id, response = line["id"], line["response"]
             line_number = int(answer_id.rpartition("_")[2])
             is_failed = response is None or response["status_code"] != STATUS_OK

@@ -63,10 +63,10 @@ class Sender:
         body = line.body
         if self.priority is not None and "priority" not in body:
             body = {**body, "priority": self.priority}
-        data, pause, num_times_lost = msgspec.json.encode(body), FIRST_RETRY_PAUSE_S, 0
+        body_json, pause, num_times_lost = msgspec.json.encode(body), FIRST_RETRY_PAUSE_S, 0
         while True:
             try:
-                response = await self._send_once(next(self._next_clients), request_id, line, data)
+                response = await self._send_once(next(self._next_clients), request_id, line, body_json)
             except NotAnswered as why:
                 self._require_retry_useful(why)
                 num_times_lost += why.was_lost
@@ -87,11 +87,13 @@ class Sender:
         if self.give_up_s is not None and silent_s > self.give_up_s:
             raise EspalierError(f"no line was answered for {silent_s:.0f} s ({failure}); see the server's log")
 
-    async def _send_once(self, client: httpx.AsyncClient, request_id: str, line: BatchLine, data: bytes) -> Response:
+    async def _send_once(
+        self, client: httpx.AsyncClient, request_id: str, line: BatchLine, body_json: bytes
+    ) -> Response:
         """Send a line without retries.  Returns the response.  Raises NotAnswered or LineError."""
         headers = {"content-type": "application/json", "x-request-id": request_id}
         try:
-            http_response = await client.post(line.url, content=data, headers=headers)
+            http_response = await client.post(line.url, content=body_json, headers=headers)
         except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout) as error:
             raise NotAnswered(f"{client.base_url} cannot be reached: {one_line(error)}") from None
         except httpx.TransportError as error:

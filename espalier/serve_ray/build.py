@@ -287,7 +287,7 @@ def ray_resources(model: ServedModel) -> dict[str, Any]:
     """Returns the resources that Ray reserves for a replica.
 
     By default, a GPU for each rank.  On a CPU nothing is reserved, so that replicas share the cores.  All resources of
-    a replica are on one machine.  Raises EspalierError if a replica with several ranks gets no GPU for each rank.
+    a replica are on one machine.  Raises EspalierError if a replica with several ranks gets another number of GPUs.
     """
     num_gpus = num_gpus_of(model.settings)
     if model.replicas.resources is None:

@@ -61,6 +61,7 @@ class EnginePool:
     _engine_stats: list[EngineStats] = field(default_factory=list)
     _closed: bool = False
     _num_submitted: int = 0
+    # By prompt name: (receiver of the output, task that runs the prompt).
     _open_prompts: dict[str, tuple[Generation, asyncio.Task[None]]] = field(default_factory=dict)
     _poll_task: asyncio.Task[None] | None = None
 
@@ -97,6 +98,7 @@ class EnginePool:
         return self._num_slots_of(self.max_replicas)
 
     def _num_slots_of(self, num_replicas: int) -> int:
+        """Returns this API server's share of the batch slots of `num_replicas` replicas."""
         return max(1, int(num_replicas * int(self.config["max_batch"]) * self.slot_share))
 
     @property
@@ -153,20 +155,20 @@ class EnginePool:
 
     async def _try_replicas(self, prompt: PooledPrompt) -> None:
         submitted = prompt.submitted
-        message = msgspec.msgpack.encode(submitted)
+        encoded_prompt = msgspec.msgpack.encode(submitted)
         hint = RoutingHint(prefix_hashes(submitted.prompt, int(self.config["page_size"])), submitted.params.n)
         for num_tries in range(1, MAX_REPLICAS_TRIED + 1):
-            why_lost = await self._stream_from_replica(prompt, message, hint)
+            why_lost = await self._stream_from_replica(prompt, encoded_prompt, hint)
             if why_lost is None:
                 return
             if num_tries == MAX_REPLICAS_TRIED or prompt.has_begun:
                 raise EngineGone(why_lost)
             log.warning("%s before the first token: trying another replica", why_lost)
 
-    async def _stream_from_replica(self, prompt: PooledPrompt, message: bytes, hint: RoutingHint) -> str | None:
+    async def _stream_from_replica(self, prompt: PooledPrompt, encoded_prompt: bytes, hint: RoutingHint) -> str | None:
         """Send a prompt to a replica and pass on the output.  Returns why the replica was lost; None on success."""
         # Ray Serve takes a call's request id from the context.  In an empty context, each prompt gets its own id.
-        stream = Context().run(self.generate_handle.remote, message, hint)
+        stream = Context().run(self.generate_handle.remote, encoded_prompt, hint)
         try:
             async for data in stream:
                 reply = protocol.decode_from_engine(data)

@@ -121,14 +121,14 @@ def _is_json(content_type: str) -> bool:
     return headers.get_content_maintype() == "application" and (subtype == "json" or subtype.endswith("+json"))
 
 
-def _check_entry_counts(value: dict[str, Any], limits: BodyLimits) -> None:
+def _check_entry_counts(body: dict[str, Any], limits: BodyLimits) -> None:
     """Refuse a field with too many entries before pydantic builds objects from the entries.  Raises ApiError."""
-    prompt, rest = value.get("prompt"), {name: each for name, each in value.items() if name not in ("prompt", "tokens")}
+    prompt, rest = body.get("prompt"), {name: each for name, each in body.items() if name not in ("prompt", "tokens")}
     if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
         _require_at_most("prompt", len(prompt), limits.max_prompts)
     for name, limit in (("tokens", limits.max_token_ids), ("messages", MAX_MESSAGES), ("input", MAX_MESSAGES)):
-        if isinstance(value.get(name), list):
-            _require_at_most(name, len(value[name]), limit)
+        if isinstance(body.get(name), list):
+            _require_at_most(name, len(body[name]), limit)
     for name, each in rest.items():
         if isinstance(each, list | dict):
             _require_at_most(name, _num_entries(each, MAX_ENTRIES_PER_FIELD), MAX_ENTRIES_PER_FIELD)

@@ -362,8 +362,8 @@ class EngineClient:
         if generation.num_running[part.name] == 0:
             del self._generations[part.name]
 
-    def _fail_request(self, name: str, error: Exception) -> None:
-        generation = self._generations.pop(name, None)
+    def _fail_request(self, prompt_name: str, error: Exception) -> None:
+        generation = self._generations.pop(prompt_name, None)
         if generation is not None:
             self.abort(generation)
             generation.fail(error)

@@ -173,11 +173,11 @@ def log_failed_accepts_rarely(loop: asyncio.AbstractEventLoop) -> None:
     """From now on, log at most once a minute that no connection can be accepted, for lack of descriptors or memory."""
     log_limiter = LogLimiter()
 
-    def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    def handle_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")
         if not (isinstance(error, OSError) and error.errno in OUT_OF_RESOURCES_ERRNOS):
             loop.default_exception_handler(context)
         elif count := log_limiter.num_to_report(loop.time()):
             log.error("a connection cannot be accepted (%s), %d times since the last such line", error.strerror, count)
 
-    loop.set_exception_handler(handle)
+    loop.set_exception_handler(handle_loop_error)

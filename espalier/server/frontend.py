@@ -101,37 +101,37 @@ class ClientShares:
         """
         if num_open_samples + num_samples <= capacity:
             return True
-        share, name = -(-max_queue // SHARE_DIVISOR), client_name.get()
-        is_small = self.num_samples_of(name) + num_samples <= share
-        return is_small and name != BATCH_CLIENT and num_open_samples + num_samples <= capacity + share
+        share, client = -(-max_queue // SHARE_DIVISOR), client_name.get()
+        is_small = self.num_samples_of(client) + num_samples <= share
+        return is_small and client != BATCH_CLIENT and num_open_samples + num_samples <= capacity + share
 
-    def num_samples_of(self, name: str) -> int:
+    def num_samples_of(self, client: str) -> int:
         """Returns the number of a client's samples: reserved (being tokenized), waiting or running."""
-        running = sum(sum(each.num_running.values()) for each in self._generations.get(name, ()))
-        return running + self._reserved[name]
+        running = sum(sum(each.num_running.values()) for each in self._generations.get(client, ()))
+        return running + self._reserved[client]
 
     def add_reserved(self, num_samples: int) -> None:
         self._reserved[client_name.get()] += num_samples
 
     def remove_reserved(self, num_samples: int) -> None:
         """Undo `add_reserved`, when the samples have been submitted or refused."""
-        name = client_name.get()
-        self._reserved[name] -= num_samples
-        if not self._reserved[name]:
-            del self._reserved[name]
+        client = client_name.get()
+        self._reserved[client] -= num_samples
+        if not self._reserved[client]:
+            del self._reserved[client]
 
     @property
     def num_reserved(self) -> int:
         return self._reserved.total()
 
-    def add_generation(self, name: str, generation: Generation) -> None:
-        self._generations.setdefault(name, set()).add(generation)
+    def add_generation(self, client: str, generation: Generation) -> None:
+        self._generations.setdefault(client, set()).add(generation)
 
-    def remove_generation(self, name: str, generation: Generation) -> None:
-        if (generations := self._generations.get(name)) is not None:
+    def remove_generation(self, client: str, generation: Generation) -> None:
+        if (generations := self._generations.get(client)) is not None:
             generations.discard(generation)
             if not generations:
-                del self._generations[name]
+                del self._generations[client]
 
 
 def without_timeout(app: ASGIApp) -> ASGIApp:

@@ -431,9 +431,9 @@ def _asgi_scope(request: h11.Request, transport: asyncio.Transport) -> Scope:
     }
 
 
-def _host_and_port(name: Any) -> tuple[str, int] | None:
+def _host_and_port(address: Any) -> tuple[str, int] | None:
     """Returns (host, port) of a socket address; None for a Unix socket."""
-    return (name[0], name[1]) if isinstance(name, tuple) else None
+    return (address[0], address[1]) if isinstance(address, tuple) else None
 
 
 def _head_bytes(status: int, headers: Iterable[tuple[bytes, bytes]]) -> bytes:

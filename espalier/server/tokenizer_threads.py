@@ -27,12 +27,12 @@ class TokenizerThread:
     """One thread with its tokenizer.  num_unfinished_calls: calls that wait or run, also if their request has ended."""
 
     inputs: InputProcessor
-    thread: ThreadPoolExecutor
+    executor: ThreadPoolExecutor
     num_unfinished_calls: int = 0
 
     async def run(self, work: Callable[..., T], *values: Any) -> T:
         """Run work(InputProcessor, *values) in the thread, and return the result."""
-        running = asyncio.get_running_loop().run_in_executor(self.thread, work, self.inputs, *values)
+        running = asyncio.get_running_loop().run_in_executor(self.executor, work, self.inputs, *values)
         self.num_unfinished_calls += 1
         running.add_done_callback(self._count_finished_call)
         return await asyncio.shield(running)
@@ -104,4 +104,4 @@ class TokenizerThreads:
 
     def close(self) -> None:
         for thread in (self._short_text_thread, self._long_text_thread):
-            thread.thread.shutdown(wait=False)
+            thread.executor.shutdown(wait=False)

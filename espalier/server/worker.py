@@ -147,11 +147,11 @@ class EngineWorker:
             return
         self.running_prompts[submitted.name] = RunningPrompt(requests, len(requests), submitted.private)
 
-    def _abort(self, name: str) -> None:
-        self.compiling_prompts.pop(name, None)
-        if name in self.running_prompts:
-            self.running_prompts[name].abort_step = self.num_steps
-            for request in self.running_prompts[name].requests:
+    def _abort(self, prompt_name: str) -> None:
+        self.compiling_prompts.pop(prompt_name, None)
+        if prompt_name in self.running_prompts:
+            self.running_prompts[prompt_name].abort_step = self.num_steps
+            for request in self.running_prompts[prompt_name].requests:
                 self.llm.engine.abort(request.id)
 
     def _send(self, chunks: list[OutputChunk]) -> None:
