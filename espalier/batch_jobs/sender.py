@@ -21,8 +21,7 @@ from espalier.errors import EspalierError, one_line, shown
 ANSWER_TIMEOUT_S = 3600.0
 CONNECT_TIMEOUT_S = 10.0
 FIRST_RETRY_PAUSE_S, MAX_RETRY_PAUSE_S = 0.25, 10.0
-# A line is not sent again if the connection broke this many times during its requests, because the line itself may
-# crash the server.
+# A line is not sent again after it was lost this many times (NotAnswered.was_lost), because it may crash the server.
 MAX_TIMES_LOST = 5
 RETRIED_STATUSES = (429, 502, 503)
 STATUS_NOT_FOUND = 404

@@ -218,16 +218,16 @@ def require_ray() -> Any:
 
 
 def app(args: dict[str, Any]) -> Any:
-    """Returns the application for a Serve config file (`import_path: espalier.serve_ray:app`).  args: the file's."""
+    """Returns the application for a Serve config file (`import_path: espalier.serve_ray:app`).  args: of this file."""
     return application(parse_service(args))
 
 
 def application(service: Service) -> Any:
     """Returns Ray Serve's Application for a service.  Raises EspalierError."""
-    serve = require_ray()
+    ray_serve = require_ray()
     from espalier.serve_ray.ingress import ApiServerIngress
 
-    frontend = serve.deployment(serve.ingress()(ApiServerIngress)).options(
+    frontend = ray_serve.deployment(ray_serve.ingress()(ApiServerIngress)).options(
         name="front",
         num_replicas=service.num_api_servers,
         ray_actor_options={"num_cpus": 0},
@@ -239,17 +239,17 @@ def application(service: Service) -> Any:
     )
     names = [_deployment_name(model, len(service.models)) for model in service.models]
     engines = [
-        _replica_deployment(serve, model, service, name) for model, name in zip(service.models, names, strict=True)
+        _replica_deployment(ray_serve, model, service, name) for model, name in zip(service.models, names, strict=True)
     ]
     return frontend.bind(service, engines)
 
 
-def _replica_deployment(serve: Any, model: ServedModel, service: Service, name: str) -> Any:
+def _replica_deployment(ray_serve: Any, model: ServedModel, service: Service, name: str) -> Any:
     from ray.serve.config import RequestRouterConfig
 
     from espalier.serve_ray.replica import EngineReplica
 
-    deployment = serve.deployment(EngineReplica).options(
+    deployment = ray_serve.deployment(EngineReplica).options(
         name=name,
         **_scaling_options(model),
         ray_actor_options=ray_resources(model),

@@ -39,7 +39,7 @@ REFUSAL_PATTERN = re.compile(r"EspalierError: (.+)")
 
 def serve_replicas(service: Service, host: str, port: int) -> None:
     """Serve until SIGINT or SIGTERM.  port: 0 for a free port.  Raises EspalierError if the service cannot start."""
-    serve = require_ray()
+    ray_serve = require_ray()
     import ray
 
     shutdown_event = threading.Event()
@@ -49,14 +49,14 @@ def serve_replicas(service: Service, host: str, port: int) -> None:
         signal.signal(each, lambda *_: shutdown_event.set())
     try:
         _require_gpus(ray, service)
-        port = _start_proxy(serve, host, port)
-        if APP_NAME in serve.status().applications:
+        port = _start_proxy(ray_serve, host, port)
+        if APP_NAME in ray_serve.status().applications:
             raise EspalierError(
                 f"another `espalier serve --replicas` runs on this Ray cluster; end it (or `serve delete {APP_NAME}`), "
                 "or serve several models with one Serve config file (docs/deploy.md)"
             )
         try:
-            _deploy(serve, service, shutdown_event)
+            _deploy(ray_serve, service, shutdown_event)
             if not shutdown_event.is_set():
                 names = ", ".join(model.name for model in service.models)
                 counts = (dict.fromkeys((m.replicas.min_replicas, m.replicas.max_replicas)) for m in service.models)
@@ -65,10 +65,10 @@ def serve_replicas(service: Service, host: str, port: int) -> None:
                 shutdown_event.wait()
                 log.info("draining")
         finally:
-            _delete_app(serve, service.drain_timeout_s)
+            _delete_app(ray_serve, service.drain_timeout_s)
     finally:
         if is_own_cluster:
-            serve.shutdown()
+            ray_serve.shutdown()
         ray.shutdown()
 
 
@@ -136,7 +136,7 @@ def _require_gpus(ray: Any, service: Service) -> None:
         )
 
 
-def _start_proxy(serve: Any, host: str, port: int) -> int:
+def _start_proxy(ray_serve: Any, host: str, port: int) -> int:
     """Start Ray Serve's HTTP proxy and return its port.  Raises EspalierError if the port cannot be used."""
     from ray.serve.config import HTTPOptions
     from ray.serve.context import _get_global_client
@@ -144,7 +144,7 @@ def _start_proxy(serve: Any, host: str, port: int) -> int:
     serve_client = _get_global_client(raise_if_no_controller_running=False)
     if serve_client is None:
         port = _bindable_port(host, port)
-        serve.start(http_options=HTTPOptions(host=host, port=port))
+        ray_serve.start(http_options=HTTPOptions(host=host, port=port))
         return port
     http_config = serve_client.http_config
     if port not in (0, http_config.port):
@@ -161,28 +161,28 @@ def _bindable_port(host: str, port: int) -> int:
         return int(probe.getsockname()[1])
 
 
-def _delete_app(serve: Any, drain_timeout_s: float) -> None:
+def _delete_app(ray_serve: Any, drain_timeout_s: float) -> None:
     """Delete the application.  Its replicas have drain_timeout_s to finish their requests."""
     end = time.monotonic() + drain_timeout_s + KILL_TIMEOUT_S
     # `delete` waits only one minute, but drain_timeout_s may be longer.
     with suppress(TimeoutError):
-        serve.delete(APP_NAME)
-    while APP_NAME in serve.status().applications:
+        ray_serve.delete(APP_NAME)
+    while APP_NAME in ray_serve.status().applications:
         if time.monotonic() > end:
             log.warning("requests did not finish within %g s: ending them", drain_timeout_s)
             return
         time.sleep(0.2)
 
 
-def _deploy(serve: Any, service: Service, shutdown_event: threading.Event) -> None:
+def _deploy(ray_serve: Any, service: Service, shutdown_event: threading.Event) -> None:
     """Deploy, and wait until all replicas are ready or `shutdown_event` is set.  Raises EspalierError for a failure."""
     try:
-        target = serve.RunTarget(application(service), name=APP_NAME, route_prefix="/")
-        serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
+        target = ray_serve.RunTarget(application(service), name=APP_NAME, route_prefix="/")
+        ray_serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
     except Exception as error:
         raise EspalierError(_reason_of_failure(str(error))) from None
     while not shutdown_event.wait(0.2):
-        app = serve.status().applications[APP_NAME]
+        app = ray_serve.status().applications[APP_NAME]
         if app.status == "RUNNING":
             return
         if app.status in ("DEPLOY_FAILED", "UNHEALTHY"):

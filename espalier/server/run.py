@@ -141,7 +141,7 @@ class HttpServer:
         for number in (signal.SIGTERM, signal.SIGINT):
             self.loop.add_signal_handler(number, self.begin_shutdown, number == signal.SIGINT)
         connect = partial(Connection, self.app, self.connections)
-        # asyncio accepts `backlog` connections in one iteration of the event loop.  Further ones wait in the kernel.
+        # asyncio accepts `backlog` connections per iteration of the event loop.  More connections wait in the kernel.
         accepting = await self.loop.create_server(connect, sock=listener, backlog=MAX_ACCEPTS_PER_LOOP_TURN)
         listener.listen(ACCEPT_BACKLOG)
         sweeping = self.loop.create_task(self._close_stalled_periodically())

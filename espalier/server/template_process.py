@@ -94,7 +94,7 @@ class TemplateWorker:
         self._template: ChatTemplate | None = None
 
     def render_frame(self, frame: bytes) -> bytes:
-        """Returns the answer to a request of TemplateProcess.render.  Both are JSON."""
+        """Returns the answer to a frame from TemplateProcess.render.  The frame and the answer are JSON."""
         request = json.loads(frame)
         if self._template is None or request["source"] != self._source:
             self._source = request["source"]

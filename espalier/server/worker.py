@@ -83,7 +83,7 @@ class EngineWorker:
         self.batch_buckets = llm.engine.layout.batch_buckets(llm.config.graph_batch)
 
     def run(self) -> None:
-        """Run until the message Shutdown.  If the engine raises an error, send the output so far, and re-raise it."""
+        """Run until Shutdown.  If the engine raises an error, send its output so far, and raise the error again."""
         while os.getppid() == self.api_server_pid and self._receive_messages():
             if self.learner is not None:
                 self.learner.swap_between_steps(self.llm.engine)
