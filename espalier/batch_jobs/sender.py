@@ -1,6 +1,6 @@
 """Runs a batch: sends every unanswered line over HTTP, or to an ASGI application in this process.
 
-If a failure does not depend on the line, the line is sent again: after a full queue, a restarting server, or a lost
+A line is sent again after a failure that the line did not cause: a full queue, a restarting server or a lost
 connection.  Only the lines in flight are in memory, so a file may have any number of lines.
 """
 
@@ -17,11 +17,11 @@ import msgspec
 from espalier.batch_jobs.files import DEFAULT_URLS, BatchLine, Journal, LineError, Response, id_prefix, parse_line
 from espalier.errors import EspalierError, one_line, shown
 
-# The longest wait for the next bytes of an answer.  It is long, because some answers take many minutes.
+# The longest wait for the next bytes of an answer.  The wait is long, because some answers take many minutes.
 ANSWER_TIMEOUT_S = 3600.0
 CONNECT_TIMEOUT_S = 10.0
 FIRST_RETRY_PAUSE_S, MAX_RETRY_PAUSE_S = 0.25, 10.0
-# A line that got lost this many times is not sent again, because the line itself may crash the server.
+# A line is not sent again after it was lost this many times (NotAnswered.was_lost), because it may crash the server.
 MAX_TIMES_LOST = 5
 RETRIED_STATUSES = (429, 502, 503)
 STATUS_NOT_FOUND = 404
@@ -31,7 +31,7 @@ SYNC_INTERVAL_S = 1.0
 
 class NotAnswered(Exception):
     """A line got no answer.  retry_after_s: the shortest wait before a retry.  is_final: whether a retry would fail
-    too.  was_lost: whether the line may have reached a server, and so may have crashed it."""
+    too.  was_lost: whether the line may have reached a server and crashed the server."""
 
     def __init__(self, reason: str, retry_after_s: float = 0.0, is_final: bool = False, was_lost: bool = False):
         super().__init__(reason)
@@ -62,10 +62,10 @@ class Sender:
         body = line.body
         if self.priority is not None and "priority" not in body:
             body = {**body, "priority": self.priority}
-        data, pause, num_times_lost = msgspec.json.encode(body), FIRST_RETRY_PAUSE_S, 0
+        body_json, pause, num_times_lost = msgspec.json.encode(body), FIRST_RETRY_PAUSE_S, 0
         while True:
             try:
-                response = await self._send_once(next(self._next_clients), request_id, line, data)
+                response = await self._send_once(next(self._next_clients), request_id, line, body_json)
             except NotAnswered as why:
                 self._require_retry_useful(why)
                 num_times_lost += why.was_lost
@@ -86,11 +86,13 @@ class Sender:
         if self.give_up_s is not None and silent_s > self.give_up_s:
             raise EspalierError(f"no line was answered for {silent_s:.0f} s ({failure}); see the server's log")
 
-    async def _send_once(self, client: httpx.AsyncClient, request_id: str, line: BatchLine, data: bytes) -> Response:
+    async def _send_once(
+        self, client: httpx.AsyncClient, request_id: str, line: BatchLine, body_json: bytes
+    ) -> Response:
         """Send a line without retries.  Returns the response.  Raises NotAnswered or LineError."""
         headers = {"content-type": "application/json", "x-request-id": request_id}
         try:
-            http_response = await client.post(line.url, content=data, headers=headers)
+            http_response = await client.post(line.url, content=body_json, headers=headers)
         except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout) as error:
             raise NotAnswered(f"{client.base_url} cannot be reached: {one_line(error)}") from None
         except httpx.TransportError as error:
@@ -101,7 +103,7 @@ class Sender:
             body = msgspec.json.decode(http_response.content)
         except msgspec.DecodeError:
             body = None
-        _require_answer(http_response, body)
+        _raise_if_not_answered(http_response, body)
         if not isinstance(body, dict):
             answered = f"the server answered {http_response.status_code}"
             message = f"{answered} without a JSON object; is it an OpenAI-compatible server?"
@@ -109,8 +111,8 @@ class Sender:
         return Response(http_response.status_code, http_response.headers.get("x-request-id", request_id), body)
 
 
-def _require_answer(response: httpx.Response, body: Any) -> None:
-    """Raises NotAnswered for an error status that does not depend on the line."""
+def _raise_if_not_answered(response: httpx.Response, body: Any) -> None:
+    """Raises NotAnswered for an error that the line did not cause.  body: the decoded JSON of the response, or None."""
     body = body if isinstance(body, dict) else {}
     error = body.get("error") or {}
     error = error if isinstance(error, dict) else {"message": str(error)}
@@ -133,7 +135,7 @@ def _require_answer(response: httpx.Response, body: Any) -> None:
 
 
 def split_url(url: str) -> SplitResult:
-    """Splits a server's URL.  Raises EspalierError for other text."""
+    """Splits a server's URL.  Raises EspalierError if the URL is not supported."""
     try:
         url_parts = urlsplit(url)
         # Some hosts that urlsplit accepts are refused by httpx.
@@ -146,7 +148,7 @@ def split_url(url: str) -> SplitResult:
 
 
 def http_client(url: str, api_key: str | None, concurrency: int) -> httpx.AsyncClient:
-    """Returns an HTTP client of a server.  url: with or without /v1.  Raises EspalierError."""
+    """Returns an HTTP client for a server.  url: with or without /v1 at the end.  Raises EspalierError."""
     split_url(url)
     limits = httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
     base = url.rstrip("/").removesuffix("/v1")
@@ -155,7 +157,7 @@ def http_client(url: str, api_key: str | None, concurrency: int) -> httpx.AsyncC
 
 
 def app_client(app: AsgiApp, api_key: str | None = None) -> httpx.AsyncClient:
-    """Returns an HTTP client of an ASGI application in this process."""
+    """Returns an HTTP client that calls an ASGI application in this process."""
     transport = httpx.ASGITransport(app)
     return httpx.AsyncClient(transport=transport, base_url="http://batch", headers=_key_headers(api_key), timeout=None)
 
@@ -187,7 +189,7 @@ async def run_batch(
     on_answer: Callable[[], object] = lambda: None,
     urls: Collection[str] = DEFAULT_URLS,
 ) -> None:
-    """Send all unanswered lines of the journal's input, and write the answers.
+    """Send all unanswered lines of the journal's input file, and write the answers to the journal.
 
     concurrency: how many lines are sent at once.  on_answer: called after each written answer.  urls: allowed values of
     the field url.  Raises EspalierError if the server does not answer any more, or the output cannot be written.
@@ -196,7 +198,7 @@ async def run_batch(
     lines = journal.unanswered_lines()
     try:
         async with asyncio.TaskGroup() as group:
-            sync_task = group.create_task(_sync_periodically(journal))
+            sync_task = group.create_task(_sync_journal_periodically(journal))
             async with asyncio.TaskGroup() as workers:
                 for _ in range(min(concurrency, journal.num_unanswered)):
                     workers.create_task(_answer_lines(lines, journal, sender, on_answer, urls))
@@ -214,7 +216,7 @@ async def _answer_lines(
     on_answer: Callable[[], object],
     urls: Collection[str],
 ) -> None:
-    """Send one line after another.  Several tasks run this function at once, and share the iterator `lines`."""
+    """Send one line after another, and write the answers.  Several tasks run this function with the same `lines`."""
     for number, data in lines:
         custom_id: str | None = None
         answer: Response | LineError
@@ -228,10 +230,10 @@ async def _answer_lines(
         on_answer()
 
 
-async def _sync_periodically(journal: Journal) -> None:
+async def _sync_journal_periodically(journal: Journal) -> None:
     while True:
         await asyncio.sleep(SYNC_INTERVAL_S)
-        # In a thread, because a slow disk must not block the event loop.
+        # The sync runs in a thread, because a slow disk must not block the event loop.
         await asyncio.to_thread(journal.sync)
 
 

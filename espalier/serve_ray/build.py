@@ -29,8 +29,8 @@ from espalier.server.run import check_options
 # The default of ReplicaOptions.tokens_per_replica.
 TOKENS_PER_REPLICA = 16384
 DEFAULT_ROUTER = "espalier.serve_ray.router.PrefixRouter"
-# Keys of `args` (parse_service) that are also fields of the server's option classes.  The field of X_timeout is
-# X_timeout_s.
+# Options of a Serve config file (`args` of parse_service) that are also fields of the server's option classes.  An
+# option X_timeout is the field X_timeout_s.
 FRONTEND_FIELDS = (
     *("max_queue", "request_timeout", "strict_fields", "allow_special_tokens_in_messages"),
     *("tool_format", "reasoning_format"),
@@ -41,7 +41,7 @@ REPLICA_OPTIONS = ("tokens_per_replica", "resources", "autoscaling", "router")
 MODEL_OPTIONS = (*FRONTEND_FIELDS, *CLIENT_FIELDS, *REPLICA_OPTIONS, "served_model_name", "chat_template", "replicas")
 SERVICE_OPTIONS = (*API_FIELDS, "cors_origin", "fronts", "drain_timeout", "log_level", "log_json")
 RAY_VERSION = "2.60"
-# In practice no limit.  The API server already limits the open requests, so Ray Serve must not.
+# This number is so large that Ray Serve never limits the open requests.  The API server already limits them.
 MAX_ONGOING_REQUESTS = 65536
 # Health checks find a replica that hangs.  A replica whose engine has ended exits by itself.
 HEALTH_PERIOD_S = 5.0
@@ -52,16 +52,16 @@ NO_ACCESS_LOG = MappingProxyType({"enable_access_log": False})
 
 @dataclass(frozen=True)
 class ReplicaOptions:
-    """The number of engine replicas of a model, from `min_count` to `max_count`, and their options.
+    """The number of engine replicas of a model, from `min_replicas` to `max_replicas`, and their options.
 
-    tokens_per_replica: autoscaling keeps the replicas' average of tokens still to compute (EngineReplica.open_tokens)
-    near this number.  resources: what Ray reserves for a replica (ray_actor_options); None for a GPU for each rank, or
-    nothing on a CPU.  autoscaling: further fields of Ray's AutoscalingConfig.  router: the import path of a subclass of
-    Ray's RequestRouter.
+    tokens_per_replica: autoscaling changes the number of replicas so that each has about this many tokens still to
+    compute (EngineReplica.open_tokens).  resources: what Ray reserves for a replica (ray_actor_options); with None, a
+    GPU for each rank, and nothing on a CPU.  autoscaling: further fields of Ray's AutoscalingConfig.  router: the
+    import path of a subclass of Ray's RequestRouter.
     """
 
-    min_count: int
-    max_count: int
+    min_replicas: int
+    max_replicas: int
     tokens_per_replica: int = TOKENS_PER_REPLICA
     resources: Mapping[str, Any] | None = None
     autoscaling: Mapping[str, Any] = field(default_factory=dict)
@@ -69,12 +69,12 @@ class ReplicaOptions:
 
     @property
     def is_autoscaled(self) -> bool:
-        return self.min_count < self.max_count
+        return self.min_replicas < self.max_replicas
 
 
 @dataclass(frozen=True)
 class ServedModel:
-    """One model of a service.  settings: the keywords of EngineConfig, as plain values."""
+    """One model of a service.  settings: the keyword arguments of EngineConfig, as JSON values."""
 
     settings: dict[str, Any]
     frontend: FrontendOptions
@@ -83,13 +83,13 @@ class ServedModel:
 
     @property
     def name(self) -> str:
-        """The model's first served name.  Without a name, the value of the setting `draft`."""
+        """The model's first served name.  If no name was given, the setting `draft`."""
         return self.frontend.names[0] if self.frontend.names else str(self.settings["draft"])
 
 
 @dataclass(frozen=True)
 class Service:
-    """The parsed options of a service.  models: at least one.  num_api_servers: how many API servers run.
+    """The parsed options of a Ray Serve application.  models: at least one.  num_api_servers: how many API servers run.
     drain_timeout_s: how long requests may go on when a replica must end."""
 
     models: tuple[ServedModel, ...]
@@ -101,7 +101,7 @@ class Service:
 
 
 def parse_replicas(text: int | str, **other_options: Any) -> ReplicaOptions:
-    """Parses a count, N or "MIN:MAX".  other_options: further fields of ReplicaOptions.  Raises EspalierError."""
+    """Parses the number of replicas, N or "MIN:MAX".  other_options: of ReplicaOptions.  Raises EspalierError."""
     low, _, high = str(text).partition(":")
     try:
         least, most = whole_number(low), whole_number(high or low)
@@ -165,7 +165,7 @@ def _parse_model(args: dict[str, Any], log_options: dict[str, Any]) -> ServedMod
 
 
 def check_settings(settings: Mapping[str, Any]) -> None:
-    """Check the settings of an engine before a replica starts.  Raises EspalierError.  settings: plain values."""
+    """Check the settings of an engine before a replica starts.  settings: as in ServedModel.  Raises EspalierError."""
     tree = settings.get("speculation")
     EngineConfig(**{**settings, "speculation": SpeculationConfig(**tree)} if isinstance(tree, Mapping) else settings)
     if (device := str(settings.get("device", "auto"))).startswith("cuda:"):
@@ -178,7 +178,7 @@ def _option_or(args: Mapping[str, Any], name: str, default: Any) -> Any:
 
 
 def _option_fields(args: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """Returns the options `names` by field name, without missing and null options.  Timeouts of 0 become None."""
+    """Returns {field name: value} for `names`, without missing and null options.  A timeout of 0 becomes None."""
     options = {name: args[name] for name in names if args.get(name) is not None}
     return {
         f"{name}_s" if name.endswith("_timeout") else name: None if name.endswith("_timeout") and value == 0 else value
@@ -218,16 +218,16 @@ def require_ray() -> Any:
 
 
 def app(args: dict[str, Any]) -> Any:
-    """The application of a Serve config file (`import_path: espalier.serve_ray:app`).  args: see parse_service."""
+    """Returns the application for a Serve config file (`import_path: espalier.serve_ray:app`).  args: of this file."""
     return application(parse_service(args))
 
 
 def application(service: Service) -> Any:
     """Returns Ray Serve's Application for a service.  Raises EspalierError."""
-    serve = require_ray()
+    ray_serve = require_ray()
     from espalier.serve_ray.ingress import ApiServerIngress
 
-    frontend = serve.deployment(serve.ingress()(ApiServerIngress)).options(
+    frontend = ray_serve.deployment(ray_serve.ingress()(ApiServerIngress)).options(
         name="front",
         num_replicas=service.num_api_servers,
         ray_actor_options={"num_cpus": 0},
@@ -239,17 +239,17 @@ def application(service: Service) -> Any:
     )
     names = [_deployment_name(model, len(service.models)) for model in service.models]
     engines = [
-        _replica_deployment(serve, model, service, name) for model, name in zip(service.models, names, strict=True)
+        _replica_deployment(ray_serve, model, service, name) for model, name in zip(service.models, names, strict=True)
     ]
     return frontend.bind(service, engines)
 
 
-def _replica_deployment(serve: Any, model: ServedModel, service: Service, name: str) -> Any:
+def _replica_deployment(ray_serve: Any, model: ServedModel, service: Service, name: str) -> Any:
     from ray.serve.config import RequestRouterConfig
 
     from espalier.serve_ray.replica import EngineReplica
 
-    deployment = serve.deployment(EngineReplica).options(
+    deployment = ray_serve.deployment(EngineReplica).options(
         name=name,
         **_scaling_options(model),
         ray_actor_options=ray_resources(model),
@@ -266,19 +266,19 @@ def _replica_deployment(serve: Any, model: ServedModel, service: Service, name: 
 
 
 def _scaling_options(model: ServedModel) -> dict[str, Any]:
-    replicas = model.replicas
-    if not replicas.is_autoscaled:
-        return {"num_replicas": replicas.min_count}
+    options = model.replicas
+    if not options.is_autoscaled:
+        return {"num_replicas": options.min_replicas}
     from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 
     policy = AutoscalingPolicy(
         policy_function="espalier.serve_ray.replica_chooser:OpenTokensPolicy",
-        policy_kwargs={"tokens_per_replica": replicas.tokens_per_replica},
+        policy_kwargs={"tokens_per_replica": options.tokens_per_replica},
     )
     return {
         "num_replicas": "auto",
         "autoscaling_config": AutoscalingConfig(
-            min_replicas=replicas.min_count, max_replicas=replicas.max_count, policy=policy, **replicas.autoscaling
+            min_replicas=options.min_replicas, max_replicas=options.max_replicas, policy=policy, **options.autoscaling
         ),
     }
 
@@ -286,8 +286,8 @@ def _scaling_options(model: ServedModel) -> dict[str, Any]:
 def ray_resources(model: ServedModel) -> dict[str, Any]:
     """Returns the resources that Ray reserves for a replica.
 
-    The default is a GPU for each rank; on a CPU nothing, so that replicas share the cores.  All resources of a replica
-    are on one machine.  Raises EspalierError if a replica with several ranks gets another number of GPUs than ranks.
+    By default, a GPU for each rank.  On a CPU nothing is reserved, so that replicas share the cores.  All resources of
+    a replica are on one machine.  Raises EspalierError if a replica with several ranks gets another number of GPUs.
     """
     num_gpus = num_gpus_of(model.settings)
     if model.replicas.resources is None:

@@ -35,17 +35,17 @@ class ApiServerIngress:
         self.frontends: MultiModelFrontend | None = None
 
     async def __serve_build_asgi_app__(self) -> ASGIApp:
-        """Returns the ASGI application when each model has a ready replica.  Ray Serve calls this hook."""
+        """Wait until each model has a ready replica, then return the ASGI application.  Ray Serve calls this hook."""
         service, num_api_servers = self.service, self.service.num_api_servers
         for model, handle in zip(service.models, self.handles, strict=True):
             self.pools.append(
-                EnginePool(handle, model.name, model.replicas.max_count, 1 / num_api_servers, is_replica_lost)
+                EnginePool(handle, model.name, model.replicas.max_replicas, 1 / num_api_servers, is_replica_lost)
             )
         await asyncio.gather(*(pool.start() for pool in self.pools))
         metrics = Metrics(self.pools)
         frontends = []
         for pool, model in zip(self.pools, service.models, strict=True):
-            # Each API server gets an equal share of the queue's length.
+            # max_queue is for all API servers together, so each API server gets an equal share.
             options = replace(model.frontend, max_queue=-(-model.frontend.max_queue // num_api_servers))
             frontends.append(await asyncio.to_thread(ModelFrontend, pool, options, metrics))
             frontends[-1].render_in_helper_process()

@@ -31,7 +31,7 @@ NO_REPLICA_REASON = "no replica is ready; Ray Serve is starting one"
 
 @dataclass
 class PooledPrompt:
-    """A submitted prompt.  has_begun: whether its first output token has arrived."""
+    """A submitted prompt.  generation: receives the output.  has_begun: whether output has arrived."""
 
     submitted: SubmittedPrompt
     generation: Generation
@@ -47,7 +47,7 @@ class EnginePool:
     """The engine replicas of one model.  Implements protocol.Engines.
 
     handle: Ray Serve's DeploymentHandle of replica.EngineReplica.  name: the model's name, a label in the metrics.
-    max_replicas: the upper limit of autoscaling.  slot_share: the part of all slots that is for this API server, 1 /
+    max_replicas: the upper limit of autoscaling.  slot_share: this API server's share of the engines' batch slots, 1 /
     number of API servers.  is_replica_lost: returns whether an exception of a call means that the replica has ended.
     """
 
@@ -61,6 +61,7 @@ class EnginePool:
     _engine_stats: list[EngineStats] = field(default_factory=list)
     _closed: bool = False
     _num_submitted: int = 0
+    # By prompt name: (receiver of the output, task that runs the prompt).
     _open_prompts: dict[str, tuple[Generation, asyncio.Task[None]]] = field(default_factory=dict)
     _poll_task: asyncio.Task[None] | None = None
 
@@ -97,10 +98,12 @@ class EnginePool:
         return self._num_slots_of(self.max_replicas)
 
     def _num_slots_of(self, num_replicas: int) -> int:
+        """Returns this API server's share of the batch slots of `num_replicas` replicas."""
         return max(1, int(num_replicas * int(self.config["max_batch"]) * self.slot_share))
 
     @property
     def open_samples(self) -> int:
+        """The number of samples that wait or run."""
         return sum(generation.num_running[name] for name, (generation, _) in self._open_prompts.items())
 
     def require_running(self) -> None:
@@ -140,7 +143,7 @@ class EnginePool:
     # One prompt
 
     async def _run(self, prompt: PooledPrompt) -> None:
-        """Run a prompt until its output is complete.  After an error, make its generation fail."""
+        """Run a prompt until its output is complete.  After an error, the prompt's Generation fails with this error."""
         try:
             await self._try_replicas(prompt)
         except Exception as error:
@@ -152,20 +155,20 @@ class EnginePool:
 
     async def _try_replicas(self, prompt: PooledPrompt) -> None:
         submitted = prompt.submitted
-        message = msgspec.msgpack.encode(submitted)
+        encoded_prompt = msgspec.msgpack.encode(submitted)
         hint = RoutingHint(prefix_hashes(submitted.prompt, int(self.config["page_size"])), submitted.params.n)
         for num_tries in range(1, MAX_REPLICAS_TRIED + 1):
-            why_lost = await self._stream_from_replica(prompt, message, hint)
+            why_lost = await self._stream_from_replica(prompt, encoded_prompt, hint)
             if why_lost is None:
                 return
             if num_tries == MAX_REPLICAS_TRIED or prompt.has_begun:
                 raise EngineGone(why_lost)
             log.warning("%s before the first token: trying another replica", why_lost)
 
-    async def _stream_from_replica(self, prompt: PooledPrompt, message: bytes, hint: RoutingHint) -> str | None:
+    async def _stream_from_replica(self, prompt: PooledPrompt, encoded_prompt: bytes, hint: RoutingHint) -> str | None:
         """Send a prompt to a replica and pass on the output.  Returns why the replica was lost; None on success."""
         # Ray Serve takes a call's request id from the context.  In an empty context, each prompt gets its own id.
-        stream = Context().run(self.generate_handle.remote, message, hint)
+        stream = Context().run(self.generate_handle.remote, encoded_prompt, hint)
         try:
             async for data in stream:
                 reply = protocol.decode_from_engine(data)

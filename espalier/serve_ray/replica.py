@@ -28,8 +28,8 @@ EXIT_CODE = 1
 
 
 class EngineReplica:
-    """The actor of one engine.  settings: keywords of EngineConfig.  name: the replica's name; "" for Ray Serve's name.
-    exit_process: called with EXIT_CODE when the engine has ended."""
+    """The actor of one engine.  settings: keyword arguments of EngineConfig.  name: the replica's name; "" for the name
+    in Ray Serve.  exit_process: called with EXIT_CODE when the engine has ended."""
 
     # Ray Serve awaits this constructor before it calls other methods.
     async def __init__(  # type: ignore[misc]
@@ -39,8 +39,8 @@ class EngineReplica:
         self.name = name or _name_in_serve()
         self.exit_actor = exit_process
         self.client = EngineClient(with_own_seed(settings, self.name), options)
-        # By prompt name: the tokens still to compute.  The prompt's tokens count until its first output arrives.  The
-        # tokens up to the output's limit count until they arrive.
+        # By prompt name: the number of tokens still to compute.  The prompt's tokens count until the first output
+        # arrives.  Output tokens (up to max_tokens) count until they arrive.
         self._open_tokens: dict[str, int] = {}
         await self.client.start()
         self._exit_task = asyncio.create_task(self._exit_with_engine())
@@ -51,9 +51,9 @@ class EngineReplica:
         return protocol.encode(protocol.EngineReady(self.client.model_info, self.client.config))
 
     async def generate(self, message: bytes, _routing_hint: Any = None) -> AsyncIterator[bytes]:
-        """Run a SubmittedPrompt.  Yields protocol messages: StepOutput, and PromptRefused or EngineFailed for an error.
+        """Run a prompt.  Yields encoded protocol messages: StepOutput, and PromptRefused or EngineFailed for an error.
 
-        _routing_hint: read only by the router.  If the caller closes the iterator early, the request is aborted.
+        message: an encoded SubmittedPrompt.  _routing_hint: for the router.  Closing the iterator aborts the prompt.
         """
         submitted = msgspec.msgpack.decode(message, type=SubmittedPrompt)
         try:
@@ -112,7 +112,7 @@ class EngineReplica:
 
 
 def with_own_seed(settings: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Returns the settings with a seed for this replica, so replicas with one --seed sample different texts."""
+    """Returns the settings with another seed for each replica name, so that replicas sample different texts."""
     seed: Any = settings.get("seed")
     if is_unresolved(seed):
         return dict(settings)

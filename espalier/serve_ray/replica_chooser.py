@@ -1,7 +1,7 @@
-"""Chooses the replica for a prompt: the replica that got the longest prefix of the prompt, unless it is too busy.
+"""Chooses the replica that was sent the longest prefix of a prompt before, unless this replica is too busy.
 
-Each API server chooses without the others.  It remembers to which replica it sent a prefix, and counts the samples that
-wait or run on each replica (open samples).
+Each API server chooses for itself.  An API server remembers to which replica it sent a prefix, and counts its samples
+that wait or run on each replica (open samples).
 """
 
 from collections import Counter, OrderedDict
@@ -9,15 +9,15 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-# Only the first pages of a prompt are hashed, at most this number.
+# At most this number of pages, counted from the prompt's start, are hashed.
 MAX_HASHED_PAGES = 512
-# The default limit of remembered prefixes.  A prompt has one prefix for each full page.
+# The default limit of remembered prefixes.  A prompt has one prefix for each full page of tokens.
 MAX_PREFIXES = 2**18
 
 
 class RoutingHint(NamedTuple):
-    """What the router needs to know of a prompt.  prefix_hashes: made by the function prefix_hashes.  num_samples: the
-    number of outputs (n)."""
+    """What the router needs to know about a prompt.  prefix_hashes: the result of the function prefix_hashes.
+    num_samples: the number of outputs (n)."""
 
     prefix_hashes: tuple[int, ...]
     num_samples: int
@@ -50,7 +50,7 @@ class ReplicaChooser:
         self._replica_of_prefix: OrderedDict[int, str] = OrderedDict()
         # By replica: the number of open samples.
         self.num_open_samples: Counter[str] = Counter()
-        # By (replica, request): the number of samples of each open prompt.
+        # By (replica, request id): the number of samples of each open prompt.
         self._open_samples: dict[tuple[str, str], list[int]] = {}
 
     def rank_replicas(self, prefix_hashes: Sequence[int], replicas: Collection[str]) -> list[str]:
@@ -63,7 +63,7 @@ class ReplicaChooser:
         def sort_key(replica: str) -> tuple[int, int, int, str]:
             is_free = self.num_open_samples[replica] - fewest_samples <= self.imbalance
             pages = num_pages_held.get(replica, 0) if is_free else 0
-            # For a new prefix, the hash makes all API servers choose the same one of equally busy replicas.
+            # For a new prefix, its first hash makes all API servers choose the same replica of equally busy replicas.
             tie_break = hash((prefix_hashes[0], *replica.encode())) if prefix_hashes else 0
             return -pages, self.num_open_samples[replica], tie_break, replica
 
@@ -80,41 +80,42 @@ class ReplicaChooser:
                 num_pages_held[replica] = num_pages
         return num_pages_held
 
-    def record_sent(self, prefix_hashes: Sequence[int], num_samples: int, replica: str, request: str) -> None:
-        """Record a prompt that was sent to a replica.  request: the request's id, as later for record_ended."""
-        self._open_samples.setdefault((replica, request), []).append(num_samples)
+    def record_sent(self, prefix_hashes: Sequence[int], num_samples: int, replica: str, request_id: str) -> None:
+        """Record a prompt that was sent to a replica.  record_ended gets the same request_id."""
+        self._open_samples.setdefault((replica, request_id), []).append(num_samples)
         self.num_open_samples[replica] += num_samples
-        # The shortest prefix must be forgotten last, because _num_pages_held stops at a forgotten prefix.  So it is
-        # recorded last.
+        # The shortest prefix is recorded last, so that it is forgotten last, because _num_pages_held stops at a
+        # forgotten prefix.
         for prefix_hash in reversed(prefix_hashes):
             self._replica_of_prefix[prefix_hash] = replica
             self._replica_of_prefix.move_to_end(prefix_hash)
         while len(self._replica_of_prefix) > self.max_prefixes:
             self._replica_of_prefix.popitem(last=False)
 
-    def record_ended(self, replica: str, request: str) -> None:
+    def record_ended(self, replica: str, request_id: str) -> None:
         """Record that one prompt of this request has ended.  Unknown requests are ignored."""
-        if open_samples := self._open_samples.get((replica, request)):
+        if open_samples := self._open_samples.get((replica, request_id)):
             self.num_open_samples[replica] -= open_samples.pop()
             if not open_samples:
-                del self._open_samples[replica, request]
+                del self._open_samples[replica, request_id]
 
     def forget_other_replicas(self, replicas: Collection[str]) -> None:
         """Forget the open samples of all replicas except `replicas`."""
-        for replica, request in [key for key in self._open_samples if key[0] not in replicas]:
-            del self._open_samples[replica, request]
+        for replica, request_id in [key for key in self._open_samples if key[0] not in replicas]:
+            del self._open_samples[replica, request_id]
         for replica in [each for each in self.num_open_samples if each not in replicas]:
             del self.num_open_samples[replica]
 
 
 @dataclass(frozen=True)
 class OpenTokensPolicy:
-    """An autoscaling policy of Ray Serve.  tokens_per_replica: the wanted average of a replica's open_tokens."""
+    """An autoscaling policy for Ray Serve.  tokens_per_replica: how many tokens still to compute
+    (EngineReplica.open_tokens) a replica should have on average."""
 
     tokens_per_replica: int
 
     def __call__(self, context: Any) -> tuple[float, dict[str, Any]]:
-        """Returns (wanted number of replicas, state).  Without metrics, the number of replicas does not change."""
+        """Returns (wanted number of replicas, empty state).  Without metrics, the number of replicas stays as it is."""
         open_tokens_of_replicas = (context.aggregated_metrics or {}).get("open_tokens")
         if not open_tokens_of_replicas:
             return context.target_num_replicas, {}

@@ -20,7 +20,7 @@ class PrefixRouter(RequestRouter):
     ) -> list[list[RunningReplica]]:
         if pending_request is None:
             return [candidate_replicas]
-        # Makes Ray Serve wait before it calls this method again, if no replica accepts the request.
+        # If no replica accepts the request, Ray Serve waits before it calls this method again.
         pending_request.routing_context.should_backoff = True
         by_name = {each.replica_id.unique_id: each for each in candidate_replicas}
         return [

@@ -33,8 +33,8 @@ SEND_GRACE_S = 10.0
 class ActiveRequest:
     """One request in progress.
 
-    deadline: when the request's time limit ends, in seconds of the event loop's clock; None for no limit.
-    grammar_field: the body field that asks for a grammar, for the error if the engine refuses the grammar."""
+    generation: receives the engine's output.  deadline: when the request's time limit ends, on the event loop's clock;
+    None for no limit.  grammar_field: the body field that asks for a grammar, for the error if it is refused."""
 
     def __init__(
         self,
@@ -54,6 +54,7 @@ class ActiveRequest:
         self.deadline = deadline
         self.prompt_index = {name: i for i, name in enumerate(generation.num_running)}
         self.started_at = asyncio.get_running_loop().time()
+        # By (prompt name, output index): when the last tokens arrived, on the event loop's clock.
         self.last_token_at: dict[tuple[str, int], float] = {}
         self.disconnect_task: asyncio.Task[None] | None = None
         self._unsent_first_events = b""
@@ -97,14 +98,14 @@ class ActiveRequest:
         return self.generation.has_ended and self.generation.error is None
 
     def _events_of(self, parts: list[OutputPart]) -> bytes:
-        """Returns the stream events of new parts.  Raises ApiError."""
+        """Returns the encoded stream events for new parts of the output.  Raises ApiError."""
         self._record_metrics(parts)
         events = self._unsent_first_events + b"".join(
             [self.response_builder.add_output_as_event(self.prompt_index[part.name], part) for part in parts]
         )
         self._unsent_first_events = b""
         if self.has_ended:
-            # The closing events are sent with the last tokens, because each write to the client is expensive.
+            # The last tokens and the closing events are sent in one write, because each write is expensive.
             events += b"".join(
                 [
                     *map(self.response_builder.encode_event, self.response_builder.last_chunks()),
@@ -114,7 +115,7 @@ class ActiveRequest:
         return events
 
     def write_events_to(self, exchange: HttpExchange) -> None:
-        """From now on, write events directly to the connection, as long as the client reads."""
+        """From now on, write events directly to the connection of `exchange`, as long as the client reads."""
 
         def write(parts: list[OutputPart]) -> bool:
             if not exchange.is_client_reading:
@@ -182,9 +183,9 @@ async def _wait_for_disconnect(http: Request) -> None:
 class EventStream(StreamingResponse):
     """The streaming response of an ActiveRequest.  first_event: made before the status is sent.
 
-    An error after the first event is sent as an event.  To wake the task of this response costs as much as to send an
+    An error after the first event is sent as an event.  Waking the task of this response costs as much as sending an
     event.  So ActiveRequest writes later events directly to the connection, without this task, if the HTTP server
-    supports that (http1.EXCHANGE_EXTENSION) and the client reads.
+    supports direct writes (http1.EXCHANGE_EXTENSION) and the client reads.
     """
 
     def __init__(self, active_request: ActiveRequest, first_event: bytes, later_events: AsyncIterator[bytes]):
@@ -239,5 +240,5 @@ class EventStream(StreamingResponse):
             self.active_request.close()
 
 
-def _body_message(events: bytes, more: bool = True) -> Message:
-    return {"type": "http.response.body", "body": events, "more_body": more}
+def _body_message(events: bytes, more_body: bool = True) -> Message:
+    return {"type": "http.response.body", "body": events, "more_body": more_body}

@@ -1,4 +1,4 @@
-"""The HTTP endpoints.  Each endpoint checks a request, makes its prompts and passes them to the model's frontend."""
+"""The HTTP endpoints.  An endpoint checks a request, tokenizes its prompts and passes them to the model's frontend."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -33,7 +33,7 @@ from espalier.tool_calls.formats import Formats
 from espalier.tool_calls.plan import ChatPlan
 
 NO_EFFECT_HEADER = "x-espalier-no-effect"
-# The schema of a server-sent event.  Its data is a chunk as JSON, or [DONE].
+# The schema of a server-sent event.  The event's data is a chunk as JSON, or [DONE].
 EVENT_SCHEMA = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
 STREAM_RESPONSES = {200: {**JSON, "text/event-stream": {"schema": EVENT_SCHEMA}}}
 COMMON_ERRORS = (401, 500)
@@ -45,7 +45,7 @@ ORIGIN_PATTERN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
 
 @dataclass(frozen=True)
 class PreparedChat:
-    """A checked chat request with its prompt.  ignored_fields: the sent fields that have no effect."""
+    """A checked chat request.  ignored_fields: the sent fields that have no effect.  plan: for parsing the output."""
 
     ignored_fields: list[str]
     prompt: list[int]
@@ -55,7 +55,8 @@ class PreparedChat:
 
 @contextmanager
 def as_api_errors(field: str | None = None) -> Iterator[None]:
-    """Turns an EspalierError that leaves the block into an ApiError.  field: see bad_request_error."""
+    """Turns an EspalierError that leaves the block into an ApiError.  field: the ApiError's param if the error's
+    message names no field."""
     try:
         yield
     except EspalierError as error:
@@ -105,7 +106,7 @@ def message_steps(
     check_text: TextCheck,
     plan: ChatPlan,
 ) -> RenderLoop:
-    """Returns a generator that tokenizes messages by the chat template (chat.RenderLoop).  Raises EspalierError."""
+    """Returns a generator that tokenizes messages with the chat template (chat.RenderLoop).  Raises EspalierError."""
     template_messages = plan.template_messages([message.as_template_dict() for message in messages])
     return inputs.chat_steps(template_messages, check_text=check_text, **options)
 
@@ -143,7 +144,7 @@ class ApiOptions:
     additional_keys: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        """Refuse a value that is no origin of a web page, or comes twice.  Raises EspalierError."""
+        """Refuse a CORS origin that is not the origin of a web page, or is given twice.  Raises EspalierError."""
         for origin in self.cors_origins:
             if origin not in ("*", "null") and not ORIGIN_PATTERN.fullmatch(origin):
                 raise EspalierError(
@@ -156,7 +157,7 @@ class ApiOptions:
 def make_app(
     frontends: Frontends, options: ApiOptions, batches: BatchRunner | None = None
 ) -> tuple[ASGIApp, RequestMiddleware]:
-    """Returns (application, its middleware, which counts open requests).  batches: None for no batch endpoints."""
+    """Returns (application, its RequestMiddleware).  batches: None for a server without batch endpoints."""
     endpoints = [
         *_generation_endpoints(frontends),
         *_tokenizer_endpoints(frontends),
@@ -253,7 +254,7 @@ def _prompt_ids(
 ) -> list[list[int]]:
     """Returns the prompts' token ids.  Raises EspalierError.
 
-    check_text: refuses a too long text, if the text will be truncated.  Other texts must fit max_context."""
+    check_text: refuses a text that is too long.  Called only if prompts are truncated; else max_context limits them."""
     keep_last, token_lists = body.truncate_prompt_tokens, []
     for prompt in prompts:
         if keep_last is not None and isinstance(prompt, str):

@@ -55,7 +55,7 @@ class TransferLimiter:
 
 
 class Download(FileResponse):
-    """The response with a stored file.  If the request has a Range header, only this part of the file is sent."""
+    """The response with a stored file.  If the request has a Range header, only the requested range is sent."""
 
     def __init__(self, path: Path, transfers: TransferLimiter):
         super().__init__(path, media_type=JSONL_CONTENT_TYPE)
@@ -77,7 +77,7 @@ class Download(FileResponse):
 
 @contextmanager
 def _disk_errors_as_api_errors(action: str = "store") -> Iterator[None]:
-    """Turns an OSError that leaves the block into an ApiError about the disk."""
+    """Turns an OSError that leaves the block into an ApiError about the disk.  action: a verb for the error's text."""
     try:
         yield
     except OSError as error:

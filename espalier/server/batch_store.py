@@ -106,12 +106,12 @@ T = TypeVar("T", StoredFile, Batch)
 
 
 def new_id(prefix: str) -> str:
-    """Returns a new id.  Ids sort by time."""
+    """Returns a new id that begins with `prefix`.  In sorted order, older ids come first."""
     return f"{prefix}{time.time_ns():016x}{uuid.uuid4().hex[:16]}"
 
 
 class BatchStore:
-    """The files and batches of a directory, by id, oldest first.  Raises EspalierError if the directory is unusable."""
+    """The files and batches in `folder`, as dicts by id, oldest first.  Raises EspalierError for an unusable folder."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -140,7 +140,7 @@ class BatchStore:
         return {each.id: each for each in sorted(records, key=lambda each: (each.created_at, each.id))}
 
     def _remove_orphans(self) -> None:
-        """Remove what a killed server left: files without a description, and the answers of batches that have ended.
+        """Remove what a killed server left: files without a JSON description, and answers of batches that have ended.
 
         No client could list or delete these files."""
         unfinished = [id for id, batch in self.batches.items() if batch.status not in ENDED_STATUSES]
@@ -152,7 +152,7 @@ class BatchStore:
                     path.unlink()
 
     def list_files(self) -> list[StoredFile]:
-        """Returns a copy of the files' list, made in one atomic step, because a thread may add a file at any time."""
+        """Returns a list of all files, made in one atomic step, because a thread may add a file at any time."""
         return list(self.files.values())
 
     def content_path(self, id: str) -> Path:
@@ -183,13 +183,13 @@ class BatchStore:
     def remove_file(self, id: str) -> None:
         """Delete a file, whose content may be gone already.  Raises OSError.
 
-        The description goes first: after a crash, `_remove_orphans` deletes content without one."""
+        The JSON description is deleted first.  If the server crashes then, `_remove_orphans` deletes the content."""
         (self.folder / "files" / f"{id}.json").unlink(missing_ok=True)
         del self.files[id]
         self.content_path(id).unlink(missing_ok=True)
 
     def save_batch(self, batch: Batch, **changes: Any) -> None:
-        """Change fields of a batch.  If the disk refuses the changes, raises OSError, and clients do not see them."""
+        """Change fields of a batch on disk, then in memory.  Raises OSError if the disk fails; then nothing changes."""
         changed = msgspec.structs.replace(batch, **changes)
         _write_atomically(self.folder / "batches" / f"{batch.id}.json", msgspec.json.encode(changed))
         for name, value in changes.items():
@@ -221,13 +221,13 @@ def _atomic_file(path: Path) -> Iterator[BinaryIO]:
         raise
 
 
-def split_by_status(answers: Path, folder: Path) -> list[tuple[Path, int]]:
-    """Copy a batch's answers into two files: answers with status 200, and other answers.
+def split_by_status(answers_file: Path, folder: Path) -> list[tuple[Path, int]]:
+    """Copy a batch's answers into two files in `folder`: answers with status 200, and other answers.
 
-    Returns (path, line count) of both files."""
-    paths = [folder / f"{answers.stem}.{suffix}" for suffix in ("ok", "failed")]
+    Returns (path, number of lines) of both files."""
+    paths = [folder / f"{answers_file.stem}.{suffix}" for suffix in ("ok", "failed")]
     counts = [0, 0]
-    with answers.open("rb") as lines, paths[0].open("wb") as ok, paths[1].open("wb") as failed:
+    with answers_file.open("rb") as lines, paths[0].open("wb") as ok, paths[1].open("wb") as failed:
         for line in lines:
             response = msgspec.json.decode(line)["response"]
             is_failed = response is None or response["status_code"] != 200

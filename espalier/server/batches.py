@@ -1,4 +1,4 @@
-"""Runs a server's batches, one after another.  Each run checks the input, answers its lines and makes output files.
+"""Runs a server's batches, one after another: checks the input file, answers its lines, and makes output files.
 
 A batch's requests go through the server's own endpoints, at a lower priority than other requests.  Each answer is
 written to a file at once, so a server that starts again continues where it stopped.
@@ -32,7 +32,7 @@ from espalier.server.batch_store import (
 from espalier.server.frontend import without_timeout
 
 log = logging.getLogger("espalier.server")
-# The priority of a batch's requests without a priority.  Lower values start first.  Other requests have 0 by default.
+# The default priority of batch requests.  Requests with lower values start first, and other requests have 0 by default.
 BATCH_PRIORITY = 2**20
 # The input files of at most this number of batches are read at the same time.
 MAX_INPUT_SCANS = 2
@@ -70,7 +70,7 @@ class BatchRunner:
         self._cancelled_batch_lock = asyncio.Lock()
 
     def start(self, app: AsgiApp, api_key: str | None) -> None:
-        """Continue the batches that have not ended.  app: the application that answers their requests.
+        """Continue the batches that have not ended.  app: the server's own application, which answers their requests.
 
         The limit --request-timeout does not apply to a batch's requests, because all other requests run first.  A batch
         has 24 hours for all its requests.
@@ -138,23 +138,24 @@ class BatchRunner:
             oldest.earlier_batches_ended.set()
 
     async def _run_and_log(self, batch: Batch, unfinished: UnfinishedBatch) -> None:
-        """Runs a batch to its end.  If the disk or the engine fails, tries again; later batches need not wait."""
+        """Run a batch to its end.  If the disk or the engine fails, run other batches, and try again after a pause."""
         pause_s, traced_errors = FIRST_PAUSE_S, set[str]()
         while True:
             was_ended = unfinished.cancelled.is_set() or batch.expires_at <= time.time()
             try:
                 return await self._run_to_end(batch, unfinished)
             except Exception as error:
-                # An EspalierError says what to do.  The traceback of another error is logged once.
+                # An EspalierError needs no traceback, because it says what to do.  Other tracebacks are logged once.
                 is_new = not isinstance(error, EspalierError) and repr(error) not in traced_errors
                 traced_errors.add(repr(error))
                 why = str(error) or repr(error)
                 log.error("%s is tried again in %g s: %s", batch.id, pause_s, why, exc_info=is_new)
-            # One batch runs at a time, also after failures: this one waits behind the others again.
+            # Only one batch runs at a time, so this batch now waits behind all others.
             unfinished.earlier_batches_ended.clear()
             self._unfinished_batches[batch.id] = self._unfinished_batches.pop(batch.id)
             self._admit_oldest_batch()
-            # The end of the batch since the try began ends the pause, because the next try takes another way.
+            # If the batch is cancelled or expires, the pause ends at once, because the next try sends no requests.  If
+            # the batch was cancelled or expired before this try, the pause has its full length.
             pause = asyncio.sleep(pause_s)
             await (pause if was_ended else self._await_unless_ended(batch, unfinished, pause))
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
@@ -204,7 +205,7 @@ class BatchRunner:
         try:
             return await asyncio.shield(opening)
         except asyncio.CancelledError:
-            # The thread still opens the journal.  A journal that nobody closes would keep the file locked.
+            # The thread goes on and opens the journal.  If nobody closed the journal, its file would stay locked.
             with suppress(EspalierError):
                 (await opening).close()
             raise
@@ -219,7 +220,7 @@ class BatchRunner:
             if journal.num_unanswered and end_status is None:
                 end_status = await self._await_unless_ended(batch, unfinished, self._answer_lines(batch, journal))
             if batch.expired_at is not None:
-                end_status = "expired"  # an earlier try has answered the rest of the lines with errors
+                end_status = "expired"  # An earlier try has answered the unanswered lines with errors.
             # A batch with all answers is completed, even if its time is over.
             elif end_status is None or (end_status == "expired" and not journal.num_unanswered):
                 end_status = "completed"
@@ -235,7 +236,7 @@ class BatchRunner:
         file_ids = await asyncio.to_thread(self._make_output_files, batch)
         end_time = {f"{end_status}_at": int(time.time())}
         self.store.save_batch(batch, status=end_status, **file_ids, **end_time)
-        # The output files have all lines of the answers now.  What stays here is removed at the next start.
+        # The output files have all answers now.  If this file cannot be deleted, the server's next start deletes it.
         with suppress(OSError):
             self.store.answers_path(batch.id).unlink()
         log.info(
@@ -258,7 +259,7 @@ class BatchRunner:
         try:
             for (path, num_lines), kind in zip(answer_files, file_ids, strict=True):
                 if num_lines:
-                    # The id is always the same: if the server crashes here, its next start replaces the file.
+                    # Each try uses the same id.  So if the server crashes here, the next try replaces this file.
                     id = f"file-{batch.id.removeprefix('batch_')}-{kind}"
                     with path.open("rb") as lines:
                         file_ids[kind] = self.store.add_file(lines, f"{batch.id}_{kind}.jsonl", OUTPUT_PURPOSE, id).id

@@ -1,8 +1,8 @@
 """Reads request bodies: small bodies in the API server, large bodies in a separate process, the body process.
 
-Parsing a large body holds Python's GIL for up to a second.  Even in a thread, it would stop every stream.  This module
+Parsing a large body holds Python's GIL for up to a second, so parsing in a thread would stop every stream.  This module
 is also the program of the body process, which exits when the API server exits.  A message to or from the body process
-is a frame: a length and a pickle.  Pickle is safe here, because nobody else can write to the pipes.
+is a frame: a length and a pickle.  Pickle is safe here, because no other process can write to the pipes.
 """
 
 import json
@@ -30,7 +30,7 @@ UNREADABLE_JSON = (
 )
 MAX_MESSAGES = 4096
 MAX_CONTENT_TYPE = 1024
-# The most entries in all lists and objects of one field.  The fields prompt and tokens have BodyLimits instead.
+# The most entries in all lists and objects of one field.  BodyLimits has other limits for the fields prompt and tokens.
 MAX_ENTRIES_PER_FIELD = 65536
 # The largest body that the API server reads itself.  Reading takes a few milliseconds.
 MAX_INLINE_BYTES = 65536
@@ -42,8 +42,8 @@ IDENTITY_ENCODING = "identity"
 class BodyLimits(msgspec.Struct, frozen=True):
     """The limits of a request body.  All fields are numbers, because they are sent to the body process.
 
-    max_prompts: the most prompts of a request.  max_token_ids: the most token ids for /detokenize.  max_position: the
-    model's number of positions, None if unknown; for the error about a too long prompt.
+    max_prompts: the most prompts of a request.  max_token_ids: the most token ids for /detokenize.  max_position: how
+    many positions the model supports, None if unknown.  The error for a prompt that is too long names max_position.
     """
 
     vocab_size: int
@@ -73,7 +73,7 @@ def read_body(model: type[BaseModel], content_type: str, data: bytes, limits: Bo
 
 
 def require_utf8(content_type: str) -> None:
-    """Refuse a content type that names another charset, before anything is decoded.  Raises ApiError.
+    """Refuse a content type that names a charset other than UTF-8, before anything is decoded.  Raises ApiError.
 
     Otherwise a client could choose a codec of Python that takes time quadratic in the body's length.
     """
@@ -121,14 +121,14 @@ def _is_json(content_type: str) -> bool:
     return headers.get_content_maintype() == "application" and (subtype == "json" or subtype.endswith("+json"))
 
 
-def _check_entry_counts(value: dict[str, Any], limits: BodyLimits) -> None:
+def _check_entry_counts(body: dict[str, Any], limits: BodyLimits) -> None:
     """Refuse a field with too many entries before pydantic builds objects from the entries.  Raises ApiError."""
-    prompt, rest = value.get("prompt"), {name: each for name, each in value.items() if name not in ("prompt", "tokens")}
+    prompt, rest = body.get("prompt"), {name: each for name, each in body.items() if name not in ("prompt", "tokens")}
     if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
         _require_at_most("prompt", len(prompt), limits.max_prompts)
     for name, limit in (("tokens", limits.max_token_ids), ("messages", MAX_MESSAGES), ("input", MAX_MESSAGES)):
-        if isinstance(value.get(name), list):
-            _require_at_most(name, len(value[name]), limit)
+        if isinstance(body.get(name), list):
+            _require_at_most(name, len(body[name]), limit)
     for name, each in rest.items():
         if isinstance(each, list | dict):
             _require_at_most(name, _num_entries(each, MAX_ENTRIES_PER_FIELD), MAX_ENTRIES_PER_FIELD)
@@ -154,7 +154,7 @@ def _num_entries(value: Any, limit: int) -> int:
 
 
 def _refuse_mixed_types(prompt: Any) -> None:
-    """Refuse a prompt list of mixed types.  pydantic's error would name only one of the types.  Raises ApiError."""
+    """Refuse a list of prompts of mixed types, because pydantic's error would name only one type.  Raises ApiError."""
     for i, entry in enumerate(prompt if isinstance(prompt, list) else ()):
         if type(entry) is not type(prompt[0]):
             allowed = "send a text, texts, token ids, or lists of token ids"

@@ -1,6 +1,6 @@
 """Builds the answers of the chat endpoints.  Tool calls and reasoning are parsed from the output tokens.
 
-/v1/chat/completions returns a message; /v1/responses returns a list of items.  Both can be streamed as events.
+/v1/chat/completions returns a message; /v1/responses returns a list of items.  Both endpoints can stream the answer.
 """
 
 from collections.abc import Callable, Sequence
@@ -197,9 +197,9 @@ class ChatResponseBuilder(ResponseBuilder):
 
 
 class OutputItems:
-    """The output items of one answer, and events for the client about their changes.
+    """The output items of one response, and the events that tell the client about changes of the items.
 
-    is_open: whether the last item may still grow."""
+    id: the response's id, a part of the items' ids.  is_open: whether the last item may still grow."""
 
     def __init__(self, id: str):
         self.id = id
@@ -267,7 +267,7 @@ class OutputItems:
         self.add_event("output_item.added", output_index=len(self.items) - 1, item=_copy_of_item(item))
 
     def _open_text_item(self, kind: str, fields: dict[str, Any], new_part: Callable[[], dict[str, Any]]) -> None:
-        """Open an item of type `kind`, unless such an item is open.  new_part: makes the item's empty content."""
+        """Open an item of type `kind`, unless such an item is open.  new_part: returns the item's first, empty part."""
         if self.is_open and self.items[-1]["type"] == kind:
             return
         self._open_item(kind, {**fields, "content": []})
@@ -300,7 +300,7 @@ def _copy_of_item(item: dict[str, Any]) -> dict[str, Any]:
 
 
 class ResponsesApiBuilder(ChatResponseBuilder):
-    """Builds the response of /v1/responses.  request: the client's body.  chat: `request` as a chat completion."""
+    """Builds the response of /v1/responses.  request: the client's body.  chat: `request`, converted to ChatRequest."""
 
     end_event = b""
 

@@ -1,7 +1,7 @@
 """The API server's client of the engine process.  Starts the process, submits prompts, and distributes the output.
 
-All code runs on one event loop.  If the process exits or sends nothing for engine_timeout_s, every generation in flight
-fails with EngineGone.  With `restart`, a new process is then started, at most MAX_FAILED_STARTS times without success.
+All code runs on one event loop.  If the process exits or sends nothing for engine_timeout_s, every Generation in flight
+fails with EngineGone.  With the option `restart`, a new process is then started.
 """
 
 import asyncio
@@ -125,7 +125,7 @@ class ClientOptions:
 
 
 class EngineClient:
-    """Runs one engine process.  settings: the keywords of EngineConfig, as plain values.
+    """Runs one engine process.  settings: the keyword arguments of EngineConfig, as JSON values.
 
     state: "starting", "ready", "gone" or "closed".  unavailable_reason: the reason for a state other than "ready".
     abort_steps: how many aborts took N engine steps, by N.
@@ -200,7 +200,7 @@ class EngineClient:
         await self._prompt_batcher.wait_until_sent()
 
     def abort(self, generation: Generation) -> None:
-        """Abort the running samples and drop their output."""
+        """Abort the generation's running samples and drop their output."""
         for name in generation.num_running:
             if self._generations.pop(name, None) is not None and self.state == "ready":
                 self._prompt_batcher.flush()
@@ -324,7 +324,7 @@ class EngineClient:
             while True:
                 await asyncio.wait({reading, exited}, timeout=1.0, return_when=asyncio.FIRST_COMPLETED)
                 if exited.done():
-                    # Messages that the process sent before its exit are still unread.
+                    # Messages that the process sent before its exit may still be unread.
                     await asyncio.wait({reading}, timeout=1.0)
                 if reading.done():
                     return _why_reading_ended(reading)
@@ -362,14 +362,14 @@ class EngineClient:
         if generation.num_running[part.name] == 0:
             del self._generations[part.name]
 
-    def _fail_request(self, name: str, error: Exception) -> None:
-        generation = self._generations.pop(name, None)
+    def _fail_request(self, prompt_name: str, error: Exception) -> None:
+        generation = self._generations.pop(prompt_name, None)
         if generation is not None:
             self.abort(generation)
             generation.fail(error)
 
     def _fail_all(self, why: str) -> None:
-        """Fail every generation in flight with EngineGone."""
+        """Make every Generation in flight fail with EngineGone.  why: the error's text."""
         self._prompt_batcher.clear()
         if self.state == "ready":
             self.state, self.unavailable_reason = "gone", why
@@ -388,14 +388,14 @@ class EngineClient:
                 with suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(process.wait(), SHUTDOWN_TIMEOUT_S)
         finally:
-            # This also runs if the wait is cancelled.
+            # The process is also killed if the wait above is cancelled.
             if process.returncode is None:
                 with suppress(ProcessLookupError):
                     process.kill()
                 await process.wait()
 
     def _send(self, message: protocol.MessageToEngine) -> None:
-        """Send a message.  This never blocks, because the socket's queue has no size limit."""
+        """Send a message.  Sending never blocks, because the socket's queue has no size limit."""
         assert self._socket is not None
         self._socket.send(protocol.encode(message))
 

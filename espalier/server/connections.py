@@ -1,4 +1,4 @@
-"""The open connections.  Connections of stalled clients are closed.  If too many are open, an idle one is closed.
+"""The open connections.  Connections of stalled clients are closed.  If too many connections are open, one is closed.
 
 A stalled client does not read its response, or does not send a whole request.  All connections are checked
 periodically, because asyncio keeps even a closed transport until its last byte is sent.
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("espalier.server")
 # A connection is closed if no data arrives within this time after a response.
 KEEP_ALIVE_S = 5.0
-# The most connections that asyncio accepts in one iteration of its loop.  None of them can be closed in this iteration.
+# The most connections that asyncio accepts in one iteration of its loop.  The server can only close them later.
 MAX_ACCEPTS_PER_LOOP_TURN = 16
 # A closed connection holds its descriptor for two more iterations of the loop.
 LOOP_TURNS_TO_CLOSE = 3
@@ -44,9 +44,10 @@ OUT_OF_RESOURCES_ERRNOS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOM
 class OpenConnections:
     """The open connections of one server.
 
-    max_open: the most open connections (max_connections), None for no limit.  Above the limit, one is closed.  First
+    max_open: the most open connections (max_connections), None for no limit.  If more are open, one is closed.  First
     choice: the connection that has been idle longest, without a request in progress or unsent output.  Second choice:
-    the oldest connection whose client has not sent its whole request or read its whole response.  Else the new one.
+    the oldest connection whose client has not sent its whole request or read its whole response.  Third choice: the new
+    connection.
 
     send_timeout_s: how long a client may leave output unread.  body_timeout_s: the time limit for a request's headers,
     from the request's first byte or the connection's start.  None for no limit.  middleware.py limits the body's time.
@@ -61,7 +62,7 @@ class OpenConnections:
         self.body_timeout_s = body_timeout_s
         # A dict as an ordered set.  The order: when a connection was opened or last became idle, oldest first.
         self._open: dict[Connection, None] = {}
-        # By connection with unsent output: (bytes that the system has taken so far, when it last took some).
+        # By connection with unsent output: (number of bytes that the kernel has taken, when this number last grew).
         self._send_progress: dict[Connection, tuple[int, float]] = {}
         self._log_limiter = LogLimiter()
 
@@ -110,6 +111,7 @@ class OpenConnections:
                 self._abort_if_not_sending(connection, now)
 
     def _abort_if_not_reading(self, connection: "Connection", num_unsent: int, now: float, limit: float | None) -> None:
+        """Abort a connection whose client has read nothing for `limit` seconds.  num_unsent: in bytes."""
         # The connection's idle time begins only when all output is sent.
         connection.idle_since = now
         num_taken = connection.num_written - num_unsent
@@ -154,7 +156,7 @@ def peer_address(transport: Any) -> str:
 def max_connections() -> int | None:
     """Returns how many connections may be open: the file descriptors that are neither open nor reserved.
 
-    None: the system has no limit.  Raises EspalierError for less than MIN_CONNECTIONS.
+    Returns None if the system has no limit.  Raises EspalierError for less than MIN_CONNECTIONS.
     """
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if limit == resource.RLIM_INFINITY:
@@ -168,14 +170,14 @@ def max_connections() -> int | None:
 
 
 def log_failed_accepts_rarely(loop: asyncio.AbstractEventLoop) -> None:
-    """From now on, log failed accepts for want of descriptors or memory at most once a minute, without tracebacks."""
+    """From now on, log at most once a minute that no connection can be accepted, for lack of descriptors or memory."""
     log_limiter = LogLimiter()
 
-    def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    def handle_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")
         if not (isinstance(error, OSError) and error.errno in OUT_OF_RESOURCES_ERRNOS):
             loop.default_exception_handler(context)
         elif count := log_limiter.num_to_report(loop.time()):
             log.error("a connection cannot be accepted (%s), %d times since the last such line", error.strerror, count)
 
-    loop.set_exception_handler(handle)
+    loop.set_exception_handler(handle_loop_error)

@@ -77,7 +77,7 @@ def queue_full_error(message: str) -> ApiError:
 
 
 def _shorten_middle(text: str, limit: int) -> str:
-    """Removes the middle of a long message.  The start names the problem, and the end tells what to do."""
+    """Removes the middle of a long message, because the start names the problem, and the end tells what to do."""
     return text if len(text) <= limit else f"{text[: limit // 2]} ... {text[-limit // 2 :]}"
 
 
@@ -107,7 +107,7 @@ def bad_request_error(error: EspalierError, field: str | None = None) -> ApiErro
 
 
 def validation_error(errors: Sequence[Mapping[str, Any]], model: type[BaseModel] | None) -> ApiError:
-    """Returns an ApiError with status 400 for a body that pydantic refused.  The message reports one of the errors."""
+    """Returns an ApiError with status 400 for a body that pydantic refused.  The message reports one of `errors`."""
     first = errors[0]
     if first["type"] == "missing":
         # Report an unknown field instead: the client probably misspelt the missing name, or meant another endpoint.
@@ -146,7 +146,7 @@ def validation_error(errors: Sequence[Mapping[str, Any]], model: type[BaseModel]
 
 
 def _unknown_field_message(model: type[BaseModel], name: str) -> str:
-    """Returns the message for an unknown field.  If another endpoint has the field, the message names this endpoint."""
+    """Returns the message for an unknown field.  If another endpoint has the field, the message names that endpoint."""
     if model in BODY_MODELS.values() and other_engines.keyword_advice(name, model.model_fields, python=False) is None:
         for path, other in BODY_MODELS.items():
             if name in other.model_fields and _refused_field(other, name) is None:
@@ -158,7 +158,7 @@ def _sibling_fields(model: type[BaseModel], error_path: Sequence[Any]) -> list[s
     """Returns the valid field names of the object with an unknown field.  error_path: the path to this field."""
     location = _error_location(model, error_path[:-1])
     models = _models_in_annotation(location.owner_model.model_fields[location.name].annotation)
-    # If the object's field `type` selects its class, pydantic puts the value of `type` before the unknown name.
+    # If the object's field `type` selects its class, pydantic's path has the value of `type` before the unknown name.
     typed = [
         m for m in models if "type" in m.model_fields and error_path[-2] in get_args(m.model_fields["type"].annotation)
     ]
@@ -181,7 +181,7 @@ def _reason_of_error(error: Mapping[str, Any]) -> str:
 
 class ErrorLocation(NamedTuple):
     """The place of an error in a body.  owner_model: the pydantic class of the innermost object around the error.
-    name: the field of this object.  path: the names from the body to the error, as the client wrote them."""
+    name: the wrong field of this object.  path: the names from the body to the error, as the client wrote them."""
 
     owner_model: type[BaseModel]
     name: str
@@ -205,7 +205,7 @@ def _error_location(model: type[BaseModel], error_path: Sequence[Any]) -> ErrorL
 
 
 def _is_union(model: type[BaseModel], name: str) -> bool:
-    """Returns whether a field is a union.  For a union, pydantic adds the type's name to the place of an error."""
+    """Returns whether a field is a union.  For a union, pydantic adds the name of a member type to an error's path."""
     annotation = model.model_fields[name].annotation if name in model.model_fields else None
     return sum(kind is not type(None) for kind in _union_members(annotation)) > 1
 
@@ -226,6 +226,7 @@ def _models_in_annotation(annotation: Any) -> list[type[BaseModel]]:
 
 
 def _refused_field(model: type[BaseModel], name: str) -> RefusedField | None:
+    """Returns the RefusedField note of a field; None if the server supports the field."""
     if name not in model.model_fields:
         return None
     return next((note for note in model.model_fields[name].metadata if isinstance(note, RefusedField)), None)

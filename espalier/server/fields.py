@@ -2,7 +2,7 @@
 
 A field is honoured, accepted without effect (NoEffect), or refused (RefusedField).  Some clients always send all
 fields, so a refused field still accepts values that request nothing, such as null.  OpenAI, vLLM and SGLang have
-different fields for structured outputs; a Grammar is made from each.
+different fields for structured outputs.  All these fields are converted to a Grammar.
 """
 
 import json
@@ -22,9 +22,9 @@ CACHE_REASON = "the prefix cache always shares equal prompt prefixes"
 CACHE_FIELDS = ("cache_control", "prompt_cache_breakpoint")
 _ROUTING_REASON = "the server chooses the engine"
 
-# Fields of other servers and clients that are accepted without effect.  A response header lists the fields that were
-# sent.  The response must still be right without these fields.  A field that changes tokens, extends the
-# response or separates users (such as vLLM's cache_salt) must be refused by name.
+# Fields of other servers and clients that are accepted without effect, each with the reason.  A response header tells
+# the client which of its fields had no effect.  A field may stand here only if the response is right without it.  So a
+# field that changes tokens, extends the response or separates users (vLLM's cache_salt) must be refused by name.
 NO_EFFECT_FIELD_REASONS: Mapping[str, str] = {
     # OpenAI
     "user": _SENDER_REASON,
@@ -66,7 +66,7 @@ class RefusedField:
 
 @dataclass(frozen=True)
 class NoEffect:
-    """Marks a field without effect.  neutral: a value that requests nothing, so it is not reported to the client."""
+    """Marks a field without effect.  neutral: a value that requests nothing, and so is not reported to the client."""
 
     reason: str
     neutral: Any = None
@@ -82,18 +82,18 @@ SCALAR_TYPES = frozenset((int, float, bool, type(None)))
 def max_entries(max_count: int) -> BeforeValidator:
     """Returns a pydantic check that refuses an object with too many entries.  FAIL_FAST works only for lists."""
 
-    def count(value: Any) -> Any:
+    def check_count(value: Any) -> Any:
         if isinstance(value, dict) and len(value) > max_count:
             raise ValueError(f"an object with {len(value)} entries is not supported; use at most {max_count}")
         return value
 
-    return BeforeValidator(count)
+    return BeforeValidator(check_count)
 
 
 MAX_METADATA, MAX_METADATA_NAME, MAX_METADATA_TEXT = 16, 64, 512
 MetadataName = Annotated[str, Field(max_length=MAX_METADATA_NAME)]
 MetadataText = Annotated[str, Field(max_length=MAX_METADATA_TEXT)]
-# Metadata that the server returns, with OpenAI's limits.
+# The field `metadata` where the server returns it, with OpenAI's limits.
 Metadata = Annotated[
     dict[MetadataName, MetadataText] | None,
     max_entries(MAX_METADATA),
@@ -296,12 +296,12 @@ class GrammarFields(StrictModel):
                 yield name, _grammar_of(name, value)
 
 
-# By name of a vLLM field: Grammar.kind, for fields with another name than the kind.
+# The Grammar.kind that a field of vLLM requests, for the fields that are not named like the kind.
 VLLM_GRAMMAR_KINDS: Mapping[str, GrammarKind] = {"json": "json_schema", "grammar": "ebnf"}
 
 
 def _grammar_of(field: str, value: Any) -> Grammar:
-    """Returns the grammar that a field of vLLM or SGLang requests.  strict is False, because no such field sets it."""
+    """Returns the grammar that a field of vLLM or SGLang requests.  They have no field `strict`, so strict is False."""
     name: Any = field.removeprefix("guided_").removesuffix("_")
     return Grammar(
         VLLM_GRAMMAR_KINDS.get(name, name), value if isinstance(value, str) else json.dumps(value), strict=False

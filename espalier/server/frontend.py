@@ -45,7 +45,7 @@ MAX_CACHED_PARAMS = 256
 
 
 def refuse_repeated(flag: str, values: Sequence[str]) -> None:
-    """Refuse a value that a repeated flag has twice, because the user meant another value.  Raises EspalierError."""
+    """Refuse equal values of a flag that may be given several times.  flag: for the error.  Raises EspalierError."""
     if len({*values}) < len(values):
         [(value, count)] = Counter(values).most_common(1)
         raise EspalierError(f"{flag} has {shown(value)} {count} times; give each value once")
@@ -96,42 +96,42 @@ class ClientShares:
         """Returns whether the current client may submit `num_samples` more samples.
 
         num_open_samples: the samples of all clients that are being tokenized, wait or run.
-        capacity: slots plus max_queue.
-        Above the capacity, only clients with at most max_queue / SHARE_DIVISOR samples may submit, and no batch.
+        capacity: how many samples may run or wait (slots plus max_queue).
+        Above the capacity, batches may not submit, and other clients only up to max_queue / SHARE_DIVISOR samples each.
         """
         if num_open_samples + num_samples <= capacity:
             return True
-        share, name = -(-max_queue // SHARE_DIVISOR), client_name.get()
-        is_small = self.num_samples_of(name) + num_samples <= share
-        return is_small and name != BATCH_CLIENT and num_open_samples + num_samples <= capacity + share
+        share, client = -(-max_queue // SHARE_DIVISOR), client_name.get()
+        is_small = self.num_samples_of(client) + num_samples <= share
+        return is_small and client != BATCH_CLIENT and num_open_samples + num_samples <= capacity + share
 
-    def num_samples_of(self, name: str) -> int:
+    def num_samples_of(self, client: str) -> int:
         """Returns the number of a client's samples: reserved (being tokenized), waiting or running."""
-        running = sum(sum(each.num_running.values()) for each in self._generations.get(name, ()))
-        return running + self._reserved[name]
+        running = sum(sum(each.num_running.values()) for each in self._generations.get(client, ()))
+        return running + self._reserved[client]
 
     def add_reserved(self, num_samples: int) -> None:
         self._reserved[client_name.get()] += num_samples
 
     def remove_reserved(self, num_samples: int) -> None:
         """Undo `add_reserved`, when the samples have been submitted or refused."""
-        name = client_name.get()
-        self._reserved[name] -= num_samples
-        if not self._reserved[name]:
-            del self._reserved[name]
+        client = client_name.get()
+        self._reserved[client] -= num_samples
+        if not self._reserved[client]:
+            del self._reserved[client]
 
     @property
     def num_reserved(self) -> int:
         return self._reserved.total()
 
-    def add_generation(self, name: str, generation: Generation) -> None:
-        self._generations.setdefault(name, set()).add(generation)
+    def add_generation(self, client: str, generation: Generation) -> None:
+        self._generations.setdefault(client, set()).add(generation)
 
-    def remove_generation(self, name: str, generation: Generation) -> None:
-        if (generations := self._generations.get(name)) is not None:
+    def remove_generation(self, client: str, generation: Generation) -> None:
+        if (generations := self._generations.get(client)) is not None:
             generations.discard(generation)
             if not generations:
-                del self._generations[name]
+                del self._generations[client]
 
 
 def without_timeout(app: ASGIApp) -> ASGIApp:
@@ -153,7 +153,7 @@ class ModelFrontend:
     """Serves one model in the API server: checks, tokenization, admission and responses.
 
     engines: already started.  metrics: shared by all models of the server; None for a server with one model.  draining:
-    True while the server shuts down: new requests are refused, and requests in progress finish.
+    True while the server shuts down.  Then new requests are refused, and requests in progress finish.
     """
 
     def __init__(self, engines: Engines, options: FrontendOptions, metrics: Metrics | None = None):
@@ -191,7 +191,8 @@ class ModelFrontend:
     async def conversation_tokens(self, work: Callable[..., RenderLoop], *values: Any, size: int) -> list[int]:
         """Returns the token ids of a conversation.  Raises ApiError.
 
-        work(InputProcessor, *values): makes the steps of the tokenization.  size: the number of characters."""
+        work(InputProcessor, *values): returns the generator that renders and tokenizes the conversation
+        (chat.RenderLoop).  size: the number of characters."""
         if self.template_process is not None:
             render = self.template_process.render
             return await self.tokenizer_threads.run_steps(work, *values, render=render, size=size, field="messages")
@@ -240,7 +241,7 @@ class ModelFrontend:
         return resolved
 
     def require_tokenizable(self, text: str) -> None:
-        """Refuse a text too long to tokenize, in a request that max_context does not limit.  Raises EspalierError."""
+        """Refuse a text that is too long to tokenize, if max_context does not limit the text.  Raises EspalierError."""
         limit = max(MAX_TEXT_CHARS, CHARS_PER_TOKEN * self.inputs.model_info.max_context)
         if len(text) > limit:
             raise EspalierError(f"a text of {len(text)} characters is not supported; use at most {limit}")
@@ -263,7 +264,7 @@ class ModelFrontend:
         deadline = None if limit_s is None else loop.time() + limit_s
         active_request = ActiveRequest(self, make_builder, generation, deadline, body.grammar_field)
         try:
-            # Build the answer while the engine computes.
+            # The prompts are sent first, so that the engine computes while the rest of this function runs.
             await self.engines.wait_until_sent()
             active_request.watch_for_disconnect(http)
             if not body.stream:
@@ -326,10 +327,10 @@ def _engine_gone_error(error: EngineGone) -> ApiError:
 
 
 class MultiModelFrontend:
-    """The frontends of several models of one server, with the attributes of a ModelFrontend that endpoints use.
+    """The frontends of several models of one server.  Has the attributes of a ModelFrontend that endpoints use.
 
-    frontends: at least one, all with the same metrics.  A body is read before its model is known.  So body_reader
-    checks the largest limits of all models, and the frontend of the model checks the model's own limits later.
+    frontends: at least one, all with the same Metrics object.  A body is read before its model is known.  So
+    body_reader checks the largest limits of all models, and the model's frontend checks the model's own limits later.
     """
 
     def __init__(self, frontends: Sequence[ModelFrontend], metrics: Metrics):

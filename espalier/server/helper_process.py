@@ -1,7 +1,7 @@
-"""A helper process of the API server, for work that would block the event loop.  The process answers each frame.
+"""A helper process of the API server, for work that would block the event loop.
 
-A frame is a message: its length, then its bytes.  The first frame starts the process.  The process exits when the API
-server exits.
+The API server sends frames to the process, and the process answers each frame with a frame.  A frame is a message: its
+length, then its bytes.  The first frame starts the process.  The process exits when the API server exits.
 """
 
 import asyncio
@@ -29,8 +29,8 @@ class HelperProcessFailed(Exception):
 class HelperProcess:
     """Sends frames to a helper process, one at a time.
 
-    process_name: the process's name in the log.  max_waiting: how many frames may wait.  refusal_reason: the text after
-    this number in the error for more frames.  program: a module that calls run_helper_loop, and its arguments.
+    process_name: for the log.  max_waiting: how many frames may wait.  refusal_reason: the end of the error if more
+    would wait; the error begins with max_waiting.  program: a module that calls run_helper_loop, and its arguments.
     """
 
     def __init__(self, process_name: str, max_waiting: int, refusal_reason: str, *program: str):
@@ -78,7 +78,7 @@ class HelperProcess:
         process = self._process
         if process is None or process.returncode is not None:
             pipe = asyncio.subprocess.PIPE
-            # With asyncio's default buffer of 64 KB, a large frame would wake the event loop many times.
+            # The read buffer has 4 MB.  With asyncio's default of 64 KB, a large frame would wake the loop many times.
             with signals_blocked(signal.SIGINT):  # only the API server ends this process
                 process = await asyncio.create_subprocess_exec(
                     sys.executable, "-m", *self.program, stdin=pipe, stdout=pipe, limit=2**22, env=environment()
@@ -100,7 +100,7 @@ class HelperProcess:
 
 
 def run_helper_loop(answer: Callable[[bytes], bytes]) -> None:
-    """The main loop of a helper process: answers frames from stdin, until the API server has exited."""
+    """The main loop of a helper process: sends answer(frame) for each frame from stdin, until the API server exits."""
     frames, answers = sys.stdin.buffer, sys.stdout.buffer
     while head := frames.read(LENGTH_PREFIX.size):
         answers.write(as_frame(answer(frames.read(*LENGTH_PREFIX.unpack(head)))))

@@ -1,7 +1,7 @@
 """One HTTP/1 connection: h11 reads requests, and the ASGI application runs once for each request.
 
 The head of a request is its first line and its headers.  The head is checked before h11 parses it, because h11 accepts
-more than this server, and is slow for many lines.  The header `Upgrade` is ignored (RFC 9110, section 7.8).
+heads that this server refuses, and is slow for many lines.  The header `Upgrade` is ignored (RFC 9110, section 7.8).
 """
 
 import asyncio
@@ -34,8 +34,8 @@ BEGINNING_PATTERN = re.compile(rb"[A-Z-]{0,24}(?:\Z| (?:\Z|[^ \r\n]+(?:\Z| (?:HT
 # Matches a line feed without carriage return, or a line that continues the header of the line before.
 BAD_LINE_BREAK_PATTERN = re.compile(rb"(?<!\r)\n|\r\n[ \t]")
 log = logging.getLogger("espalier.server")
-# The limit of a chunk's size line, and of the trailers after the last chunk.  h11 gets chunked bodies in pieces of this
-# size.
+# The limit of a chunk's size line, and of the trailers after the last chunk.  A chunked body is passed to h11 in pieces
+# of this size.
 MAX_LINE_BYTES = 4096
 # A body with more chunks must have MIN_CHUNK_BYTES per chunk on average, because a chunk costs the event loop 0.01 ms.
 MAX_SMALL_CHUNKS = 4096
@@ -47,13 +47,13 @@ STATUS_LINES = MappingProxyType(
 )
 LAST_CHUNK = b"0\r\n\r\n"
 CONTINUE_RESPONSE = STATUS_LINES[100] + b"\r\n"
-# A connection is half-closed when its client has sent FIN.  It is checked every HALF_CLOSED_CHECK_S seconds.  Check
-# FIRST_PROBE_CHECK, counted from 0, and each CHECKS_PER_PROBE-th check after it send an interim response as a probe.
+# A connection is half-closed when its client has sent FIN, and is checked every HALF_CLOSED_CHECK_S seconds.  A probe
+# (an interim response) is sent at check number FIRST_PROBE_CHECK, counted from 0, and every CHECKS_PER_PROBE checks.
 HALF_CLOSED_CHECK_S = 0.1
 FIRST_PROBE_CHECK = 3
 CHECKS_PER_PROBE = 100
 LINGER_S = 2.0
-# The name of an ASGI extension.  Its value is the HttpExchange, with which the application writes events directly.
+# The name of an ASGI extension in the scope.  With its value, an HttpExchange, the application writes events directly.
 EXCHANGE_EXTENSION = "espalier.exchange"
 
 
@@ -92,7 +92,7 @@ class Connection(asyncio.Protocol):
     A client may send FIN after its whole request (half-closed), and still read the response.  FIN alone does not tell
     whether the client has gone.  But data for a client that has gone causes a TCP reset.  So the connection goes on
     writing: interim responses as probes until the response starts, then the response.  In three cases FIN counts as a
-    disconnect: inside a request, on HTTP/1.0 (it has no interim responses), and if further requests have arrived.
+    disconnect: inside a request, on HTTP/1.0 (which has no interim responses), and if further requests have arrived.
     """
 
     transport: asyncio.Transport
@@ -114,7 +114,7 @@ class Connection(asyncio.Protocol):
         self.is_closing_after_error = False
         # True if the connection ends after the response in progress.
         self.ends_after_response = False
-        # OpenConnections reads both: when the connection became idle, and whether no data came since the last response.
+        # OpenConnections reads both: when the connection became idle, and whether no data came after the last response.
         self.idle_since = self.loop.time()
         self.got_no_data_since_response = False
         self.num_written = 0
@@ -193,7 +193,7 @@ class Connection(asyncio.Protocol):
             event = self.h11_connection.next_event()
             if event is h11.NEED_DATA:
                 return
-            if event is h11.PAUSED:  # the next request waits for the response to this one
+            if event is h11.PAUSED:  # the next request has arrived before the response to this request has ended
                 self.transport.pause_reading()
                 return
             if self.exchange is not None and isinstance(event, h11.Data):
@@ -241,6 +241,7 @@ class Connection(asyncio.Protocol):
 
     @property
     def waits_for_client(self) -> bool:
+        """Whether the client must still send a request, or the rest of its request."""
         return self.exchange is None or self.exchange.is_ended or self.exchange.more_body
 
     def _disconnect(self) -> None:
@@ -315,7 +316,7 @@ class HttpExchange:
     def __init__(self, connection: Connection, request: h11.Request):
         headers = dict(request.headers)
         if b"content-length" in headers and b"transfer-encoding" in headers:
-            # The two headers may disagree about the body's end, and a proxy may trust another header than h11.
+            # The two headers may disagree about the body's end, and a proxy may use one header and h11 the other.
             raise ApiError(400, MALFORMED_HTTP)
         self.connection = connection
         self.scope = _asgi_scope(request, connection.transport)
@@ -430,9 +431,9 @@ def _asgi_scope(request: h11.Request, transport: asyncio.Transport) -> Scope:
     }
 
 
-def _host_and_port(name: Any) -> tuple[str, int] | None:
+def _host_and_port(address: Any) -> tuple[str, int] | None:
     """Returns (host, port) of a socket address; None for a Unix socket."""
-    return (name[0], name[1]) if isinstance(name, tuple) else None
+    return (address[0], address[1]) if isinstance(address, tuple) else None
 
 
 def _head_bytes(status: int, headers: Iterable[tuple[bytes, bytes]]) -> bytes:

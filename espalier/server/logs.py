@@ -10,7 +10,7 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 NO_REQUEST_ID = "-"
 request_id: ContextVar[str] = ContextVar("request_id", default=NO_REQUEST_ID)
 # The name of the client whose request is handled: "key N" for the Nth API key if the server has several keys, else the
-# address.  An invalid key does not count: a client could send many invalid keys and get many shares of the queue.
+# address.  Invalid keys make no names, because a client could use many invalid keys to get many shares of the queue.
 client_name: ContextVar[str] = ContextVar("client_name", default="")
 
 
@@ -53,7 +53,7 @@ def set_up_logging(level: str, as_json: bool) -> None:
 
 
 def log_extra(name: str) -> dict[str, str]:
-    """Returns the argument `extra` of a log call.  name: the id of the request, where no context variable has it."""
+    """Returns the argument `extra` of a log call outside a request's context.  name: logged as the request id."""
     return {"request_id": name}
 
 

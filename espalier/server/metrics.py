@@ -1,4 +1,4 @@
-"""Prometheus metrics: the API server's counters, and the values in the engine process's last report."""
+"""Prometheus metrics: the API server's own metrics, and the values in the last report of each engine process."""
 
 import time
 from bisect import bisect_left
@@ -76,7 +76,7 @@ class SingleThreadCounter(Collector):
 
 
 class WeightedHistogram(Collector):
-    """A histogram that counts many equal values in one call.  upper_limits: the buckets' upper limits, ascending."""
+    """A histogram that counts many equal values in one call.  upper_limits: of the buckets, ascending."""
 
     def __init__(self, name: str, documentation: str, upper_limits: Sequence[float]):
         self.name = name
@@ -96,7 +96,7 @@ class WeightedHistogram(Collector):
 
 @dataclass(eq=False)
 class EngineCollector(Collector):
-    """Makes metrics from the engines' last reports when /metrics is read.  A new engine process counts from 0 again."""
+    """Makes metrics from the engines' last reports when /metrics is read.  A restarted engine counts from 0 again."""
 
     engines: Sequence[Engines]
 
@@ -169,6 +169,7 @@ def _learning_metrics(stats: LearnStats) -> Iterator[Metric]:
 
 
 def _source_metrics(by_source: Mapping[str, Sequence[float]]) -> Iterator[Metric]:
+    """Yields the metrics of each source of draft tokens.  by_source: EngineReport.by_source."""
     documentation = ("draft tokens verified", "of these, accepted by their scores", "of these, accepted")
     for i, (name, text) in enumerate(zip(("rows", "rows_expected", "rows_accepted"), documentation, strict=True)):
         rows = [(source, counts[i]) for source, counts in by_source.items()]
@@ -187,6 +188,7 @@ def _counter(name: str, documentation: str, value: float) -> Metric:
 def _labelled_metric(
     family_type: type[MetricFamily], name: str, documentation: str, label: str, values: Iterable[LabelledValue]
 ) -> Metric:
+    """Returns a metric with one label.  label: its name.  values: pairs (the label's value, the metric's value)."""
     family = family_type(f"espalier_{name}", documentation, labels=[label])
     for label_value, value in values:
         family.add_metric([str(label_value)], value)

@@ -44,7 +44,7 @@ class RequestMiddleware:
     on_response_end(path, status): called at the end of each response.  body_timeout_s: the time limit for reading a
     body; None for no limit.  max_file_bytes: the limit for an uploaded file; None for a server without files.
     additional_keys: further valid keys; with several keys, a client is identified by its key.  num_open: the number of
-    requests in progress.
+    requests in progress.  draining: whether `drain` was called.  body_timeouts: the timers of bodies being received.
     """
 
     app: ASGIApp
@@ -123,19 +123,19 @@ class RequestMiddleware:
 
 
 class CorsMiddleware(CORSMiddleware):
-    """Starlette's CORS middleware around RequestMiddleware.  A refused preflight gets an error like all others."""
+    """Starlette's CORS middleware around RequestMiddleware.  A refused preflight gets an error in OpenAI's format."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         except ApiError as error:
-            # The error is of preflight_response, because RequestMiddleware answers all errors of endpoints.
+            # preflight_response raised the error, because RequestMiddleware handles all errors of endpoints.
             set_request_id(Headers(scope=scope))
             log.info("%s %s %d%s", scope["method"], _quoted_path(scope), error.status_code, _log_reason(error))
             await error.response()(scope, receive, ResponseSender(send))
 
     def preflight_response(self, request_headers: Headers) -> Response:
-        """Returns the answer to a browser that asks whether a page may call.  Raises ApiError if it may not."""
+        """Returns the answer to a browser that asks whether a page may call this server.  Raises ApiError if not."""
         response = super().preflight_response(request_headers)
         if response.status_code == 200:
             return response
@@ -196,12 +196,12 @@ class LimitedReceive:
             await self._refuse_too_large(number)
 
     async def finish(self) -> None:
-        """Read and drop the rest of the body, because some clients read an error only after that.  Raises ApiError."""
+        """Read and drop the rest of the body, because some clients send all before they read.  Raises ApiError."""
         while not self.is_complete:
             await self()
 
     async def _refuse_too_large(self, length: int = 0) -> None:
-        """Raises ApiError.  First reads and drops a slightly too large body, as in `finish`.
+        """Raises ApiError.  Before that, reads and drops a body that is only slightly too large, like `finish`.
 
         length: the header content-length; 0 if unknown."""
         limit = self.max_bytes
@@ -228,7 +228,7 @@ class LimitedReceive:
         return message
 
     def _body_too_slow_error(self) -> ApiError:
-        # The connection must close, because the next request could only be read after the rest of this body.
+        # The connection must close, because a next request could be read only after the rest of this body.
         headers = {"connection": "close"}
         if self.middleware.draining:
             message = f"{SHUTTING_DOWN} and the body had not arrived; retry on another server"

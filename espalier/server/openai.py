@@ -1,6 +1,6 @@
 """The request bodies of completions, chats and tokenization: OpenAI's fields, and the fields of SamplingParams.
 
-fields.py declares which fields have no effect.  The tables of docs/server.md are made from these models.
+fields.py declares which fields have no effect.  The tables of docs/server.md are made from these pydantic models.
 """
 
 import types
@@ -40,7 +40,7 @@ NO_EFFECT_REASONING = NoEffect("the text of the reasoning is read from reasoning
 TokenIds = Annotated[list[int], FAIL_FAST]
 MAX_TEMPLATE_KWARGS = 64
 TemplateKwargs = Annotated[dict[str, Any], max_entries(MAX_TEMPLATE_KWARGS)]
-# JSON keys are strings.  In a body that was made from another body, the keys are already token ids.
+# In JSON, the keys are strings, and are converted.  In a body that was made from another body, they are token ids.
 TokenKey = Annotated[int, BeforeValidator(lambda key: whole_number(key) if isinstance(key, str) else key)]
 LogitBias = Annotated[dict[TokenKey, float], max_entries(MAX_BIASES)]
 
@@ -57,7 +57,7 @@ def _join_text_parts(content: str | list[TextPart]) -> str:
 
 
 class FunctionCall(RequestBody):
-    """The called function.  arguments: JSON text, or the beginning of JSON text if the call was cut off."""
+    """The called function.  arguments: JSON text; only the beginning of JSON text if the call was cut off."""
 
     name: str
     arguments: str | None = None
@@ -164,8 +164,8 @@ SamplingAndNoEffectFields: Any = create_model("SamplingAndNoEffectFields", __bas
 
 @lru_cache(maxsize=256)
 def _shared_params(values: frozenset[tuple[str, Any]]) -> SamplingParams:
-    """Returns SamplingParams.  Equal values get the same object, because making and checking a new object takes as long
-    as parsing the body.
+    """Returns SamplingParams from pairs (field name, value).  Equal pairs get the same object, because making and
+    checking a new object takes as long as parsing the body.
 
     Each field has only one type, so values that Python counts as equal (such as 1 and 1.0) are never mixed up.
     """
@@ -250,7 +250,7 @@ class GenerationRequest(SamplingAndNoEffectFields, GrammarFields, CommonFields):
             raise EspalierError("stream_options needs stream=true; set it, or leave stream_options out")
         if self.prompt_logprobs is not None and self.stream:
             raise EspalierError("prompt_logprobs are not streamed; leave stream out")
-        # Checked here, because the error of the later check in `resolve` would name max_tokens.
+        # max_completion_tokens is checked here, because a later check (`resolve`) would name max_tokens in its error.
         require_int("max_completion_tokens", self.max_completion_tokens, 1, MAX_INT32, optional=True)
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise EspalierError("max_tokens and max_completion_tokens are the same limit but differ; send only one")
@@ -353,6 +353,7 @@ class ChatRequest(ToolFields, ChatTemplateFields, GenerationRequest):
     verbosity: Annotated[str | None, NO_EFFECT_VERBOSITY] = None
     web_search_options: Annotated[None, RefusedField("the server has no web search; leave it out")] = None
     store: Annotated[bool | None, NO_EFFECT_STORE] = None
+    # The names of the fields that _remove_cache_fields has removed from the tools.
     _removed_fields: list[str] = PrivateAttr(default=[])
 
     @model_validator(mode="after")
@@ -368,7 +369,7 @@ class ChatRequest(ToolFields, ChatTemplateFields, GenerationRequest):
         super().require_compatible_fields()
         if self.top_logprobs and not self.logprobs:
             raise EspalierError("top_logprobs needs logprobs=true; set it, or leave top_logprobs out")
-        # Checked here, because the error of the later check in `resolve` would name logprobs.
+        # top_logprobs is checked here, because a later check (`resolve`) would name logprobs in its error.
         require_int("top_logprobs", self.top_logprobs, 0, MAX_LOGPROBS, optional=True)
 
     def params(self) -> SamplingParams:

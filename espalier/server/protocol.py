@@ -29,8 +29,8 @@ SHUTTING_DOWN = "the server is shutting down"
 class StartEngine(msgspec.Struct, tag=True):
     """The first message from the API server.
 
-    settings: the keywords of EngineConfig, as plain values.  heartbeat_s: an idle engine sends a message after this
-    time.  learn: the fields of LearnConfig; None for an engine without online learning.
+    settings: the keyword arguments of EngineConfig, as plain values.  heartbeat_s: an idle engine sends a message after
+    this time.  learn: the fields of LearnConfig; None for an engine without online learning.
     """
 
     settings: dict[str, Any]
@@ -41,11 +41,11 @@ class StartEngine(msgspec.Struct, tag=True):
 
 
 class SubmittedPrompt(msgspec.Struct):
-    """A prompt, of which the engine generates n samples.
+    """A prompt for which the engine generates params.n samples.
 
-    prompt: token ids.  detokenize: whether the engine process makes the text, to find stop strings.  client: the
-    client's name, for a fair order among clients.  streamed: whether the client gets a stream.  private: whether online
-    learning must not keep the text.
+    name: the id of the HTTP request and a number.  prompt: token ids.  detokenize: whether the engine process makes the
+    text, to find stop strings.  client: the client's name, for a fair order among clients.  streamed: whether the
+    client gets a stream.  private: whether online learning must not keep the text.
     """
 
     name: str
@@ -155,14 +155,14 @@ MessageFromEngine = EngineReady | PromptRefused | StepOutput | EngineFailed
 
 
 def _encode_logprobs(value: Any) -> Any:
-    """Returns TokenLogprobs as (of_prompt, row width, bytes of the rows).  The API server decodes the bytes."""
+    """Returns TokenLogprobs as (field of_prompt, number of columns, bytes of the rows), for _decode_logprobs."""
     if isinstance(value, TokenLogprobs):
         rows = value.joined()
         return value.of_prompt, rows.shape[1], rows.tobytes()
     raise NotImplementedError(f"{type(value).__name__} has no plain form")
 
 
-def _decode_logprobs(kind: Any, value: Any) -> Any:
+def _decode_logprobs(target_type: Any, value: Any) -> Any:
     of_prompt, width, data = value
     return TokenLogprobs((np.frombuffer(data, np.int64).reshape(-1, width),), of_prompt)
 
@@ -204,7 +204,7 @@ class Engines(Protocol):
 
     model_info: None before the engines are started.  state: "ready", or one word for why no engine is ready.
     unavailable_reason: this reason as a sentence; "" if an engine is ready.  num_slots: how many samples the engines
-    can run at once now.  max_slots: num_slots when the most engines run.  open_samples: how many samples wait or run.
+    can run at once now.  max_slots: num_slots if the most engines run.  open_samples: how many samples wait or run.
     """
 
     @property
@@ -224,7 +224,7 @@ class Engines(Protocol):
         """Raises EngineGone if the engines cannot run prompts."""
 
     def submit(self, prompts: Sequence[list[int]], template: SubmittedPrompt) -> "Generation":
-        """Queue prompts, each as a copy of `template`, whose name begins the copy's name.  Raises EngineGone."""
+        """Queue prompts, each as a copy of `template` (SubmittedPrompt.for_prompts).  Raises EngineGone."""
 
     async def wait_until_sent(self) -> None:
         """Wait until all queued prompts are sent, and for at least one iteration of the event loop."""
@@ -246,13 +246,13 @@ class Generation:
     `close`, which aborts the running samples.
 
     listener: a function that may take new parts while the reader of `iter_parts` waits, because waking the reader costs
-    as much as sending the parts.  It returns whether it took the parts.  The reader gets the parts that the listener
-    did not take, and always the last parts.
+    as much as sending the parts.  The function returns whether it took the parts.  The reader gets the parts that the
+    listener did not take, and always the last parts.
     """
 
-    def __init__(self, engines: "Engines", names: Sequence[str], num_samples: int):
+    def __init__(self, engines: "Engines", prompt_names: Sequence[str], samples_per_prompt: int):
         self.engines = engines
-        self.num_running = dict.fromkeys(names, num_samples)
+        self.num_running = dict.fromkeys(prompt_names, samples_per_prompt)
         self.unread_outputs: list[OutputPart] = []
         self.error: Exception | None = None
         self.has_new_outputs = asyncio.Event()
@@ -269,7 +269,7 @@ class Generation:
         deadline: in seconds of the event loop's clock, None for no limit.  Raises TimeoutError after the deadline,
         EngineGone, or EspalierError for a refused prompt.
         """
-        # One timer for all waits, because asyncio.timeout_at in each wait would cost more than the rest of the loop.
+        # One timer serves all waits, because asyncio.timeout_at in each wait would cost more than the rest of the loop.
         timer = None if deadline is None else asyncio.get_running_loop().call_at(deadline, self._expire)
         try:
             ended = False

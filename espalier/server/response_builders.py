@@ -36,11 +36,11 @@ def engine_detokenizes(params: ResolvedParams) -> bool:
 class Choice:
     """One sample of one prompt.
 
-    prompt: token ids.  make_text_stream: returns the stream that makes the text, None if the engine process makes it.
-    keep_stop: whether the text includes the stop token's text.  chunks: all chunks so far; empty for a stream.
-    event_affixes: the bytes before and after the text in an event with new text only; None before the first such event.
-    text_length, has_text, character_decoder: for the field text_offset of log-probabilities: the characters so far,
-    whether a token had text, and a decoder of the tokens' bytes.
+    prompt: token ids.  make_text_stream: returns the stream that makes the text, or None if the engine process makes
+    the text.  keep_stop: whether the text includes the stop token's text.  chunks: all chunks so far; empty for a
+    stream.  event_affixes: the bytes before and after the text in a stream event that has only new text; None before
+    the first such event.  Three fields are for text_offset of log-probabilities: text_length, the number of characters
+    so far; has_text, whether a token had text; character_decoder, which decodes the bytes of the tokens.
     """
 
     index: int
@@ -99,7 +99,7 @@ class Choice:
 
 
 class ResponseBuilder:
-    """Builds the response of one HTTP request.  Each prompt has n choices, in the order of the prompts.
+    """Builds the response of one HTTP request.  The response has n choices for each prompt, in the prompts' order.
 
     tokenizer: None if the model has no tokenizer; all texts are then empty.  echoed_prompts: the prompts' texts, if the
     response repeats them (the field echo).
@@ -171,14 +171,14 @@ class ResponseBuilder:
         if choice.event_affixes is None:
             chunk = self.make_chunk(choice, OutputChunk("", text=TEXT_PLACEHOLDER))
             assert chunk is not None
-            # The client's own values, such as the model's name, may have a placeholder too, but come before the text.
+            # The last placeholder is the text.  Earlier ones may be in values of the client, such as the model's name.
             before, _, after = sse_event(chunk).rpartition(to_json(TEXT_PLACEHOLDER))
             choice.event_affixes = before, after
         before, after = choice.event_affixes
         return before + to_json(text) + after
 
     def make_chunk(self, choice: Choice, output: OutputChunk) -> dict[str, Any] | None:
-        """Returns the stream chunk of an output chunk from `add_output`; None if the stream chunk would be empty."""
+        """Returns the stream chunk for `output`, which `add_output` returned; None if it would be empty."""
         is_empty = not (output.text or output.finish_reason or output.logprobs or output.prompt_logprobs)
         if is_empty and not (self.body.return_token_ids or self.body.from_draft):
             return None
@@ -249,6 +249,7 @@ class ResponseBuilder:
         return {name: sum(getattr(usage, name) for usage in self.usages) for name in names}
 
     def _wrap_choices(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        """Returns a stream chunk with these choices."""
         chunk = {**self.common_fields, "object": self.chunk_object, "choices": choices}
         if not self.reports_usage_in_chunks:
             return {**chunk, "usage": None} if self.include_usage else chunk
@@ -267,9 +268,11 @@ class ResponseBuilder:
         return fields
 
     def _chunk_choice(self, choice: Choice, output: OutputChunk) -> dict[str, Any]:
+        """Returns the choice's entry in a stream chunk with `output`."""
         raise NotImplementedError
 
     def _full_choice(self, choice: Choice) -> dict[str, Any]:
+        """Returns the choice's entry in the whole response."""
         raise NotImplementedError
 
     def _token_text(self, token: int) -> str:
@@ -325,12 +328,15 @@ class CompletionResponseBuilder(ResponseBuilder):
         return {**self._chunk_choice(choice, output), "text": text, **self._prompt_logprobs_field(choice)}
 
     def _logprobs(
-        self, choice: Choice, of_prompt: PromptLogprobs | None, of_output: Sequence[TokenLogprob] | None
+        self, choice: Choice, prompt_entries: PromptLogprobs | None, output_entries: Sequence[TokenLogprob] | None
     ) -> dict[str, Any] | None:
-        echoed: Sequence[TokenLogprob | None] = of_prompt if of_prompt is not None and self.echoes_logprobs else []
-        if not echoed and of_output is None:
+        """Returns the field `logprobs` of a choice.  prompt_entries: used only if the response echoes the prompt."""
+        echoed_entries: Sequence[TokenLogprob | None] = []
+        if prompt_entries is not None and self.echoes_logprobs:
+            echoed_entries = prompt_entries
+        if not echoed_entries and output_entries is None:
             return None
-        entries = [*echoed, *(of_output or ())]
+        entries = [*echoed_entries, *(output_entries or ())]
         # A prompt's first token has no log-probability, so its entry is None.
         tokens = [choice.prompt[0] if entry is None else entry.token_id for entry in entries]
         return {
@@ -338,7 +344,7 @@ class CompletionResponseBuilder(ResponseBuilder):
             "token_logprobs": [None if entry is None else entry.logprob for entry in entries],
             "top_logprobs": [None if entry is None else self._top_logprobs(entry) for entry in entries],
             "text_offset": [
-                self._advance_text_offset(choice, token, i < len(echoed)) for i, token in enumerate(tokens)
+                self._advance_text_offset(choice, token, i < len(echoed_entries)) for i, token in enumerate(tokens)
             ],
         }
 

@@ -50,7 +50,7 @@ RESPONSES_FIELD_NAMES: Mapping[str, str] = {
 
 @contextmanager
 def renaming_error_fields() -> Iterator[None]:
-    """In an ApiError that leaves the block, replaces the field name of chat completions by this endpoint's."""
+    """In an ApiError that leaves the block, replaces a field name of chat completions by the name at /v1/responses."""
     try:
         yield
     except ApiError as error:
@@ -166,14 +166,14 @@ ITEM_FIELDS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "function_call_output": (("call_id", "output"), ("id", "status", "name")),
     "reasoning": ((), ("id", "summary", "content", "encrypted_content", "status")),
 }
-# Fields of an input item or its content parts that have no effect.  phase tells commentary from the final answer.
+# Fields without effect in an input item or its content parts.  The field phase marks commentary or the final answer.
 NO_EFFECT_ITEM_FIELDS = (*CACHE_FIELDS, "phase")
 MESSAGE_ROLES = ("user", "assistant", "system", "developer")
 TEXT_PART_TYPES = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 
 
 def _no_effect_names(response_input: str | Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns the names of the sent fields of NO_EFFECT_ITEM_FIELDS, in items or their content parts."""
+    """Returns which fields of NO_EFFECT_ITEM_FIELDS the client has sent, in items or in their content parts."""
     items = [] if isinstance(response_input, str) else response_input
     parts = [part for item in items for part in _text_parts_of(item)]
     return [name for name in NO_EFFECT_ITEM_FIELDS if any(each.get(name) is not None for each in (*items, *parts))]
@@ -185,30 +185,30 @@ def _text_parts_of(item: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def messages_of(response_input: str | Sequence[Mapping[str, Any]], instructions: str | None) -> list[dict[str, Any]]:
-    """Returns the input as chat messages.  Items of an answer become one message if possible.  Raises EspalierError."""
+    """Returns the input as chat messages.  The assistant's items are joined if possible.  Raises EspalierError."""
     messages: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
     if isinstance(response_input, str):
         return [*messages, {"role": "user", "content": response_input}]
-    function_names: dict[str, str] = {}
+    name_of_call_id: dict[str, str] = {}
     for i, item in enumerate(response_input):
         location = f"input[{i}]"
         kind = _checked_item_type(location, item)
         if kind == "function_call_output":
             output = _joined_text(f"{location}.output", item["output"])
-            name_field = {"name": function_names[item["call_id"]]} if item["call_id"] in function_names else {}
+            name_field = {"name": name_of_call_id[item["call_id"]]} if item["call_id"] in name_of_call_id else {}
             messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": output, **name_field})
         elif kind == "message" and item["role"] != "assistant":
             messages.append({"role": item["role"], "content": _joined_text(f"{location}.content", item["content"])})
         else:
             if kind == "function_call":
-                function_names[item["call_id"]] = item["name"]
+                name_of_call_id[item["call_id"]] = item["name"]
             if not _is_repeated_by_next(item, f"input[{i + 1}]", response_input[i + 1 : i + 2]):
                 _add_to_answer(messages, location, kind, item)
     return messages
 
 
 def _checked_item_type(location: str, item: Mapping[str, Any]) -> str:
-    """Check an item's fields and return its type.  Raises EspalierError."""
+    """Check an input item's fields and return its type.  location: such as input[3].  Raises EspalierError."""
     kind = item.get("type", "message" if "role" in item else None)
     if not isinstance(kind, str) or kind not in ITEM_FIELDS:
         raise EspalierError(f"{location}.type={shown(kind)} is not supported; use {', '.join(ITEM_FIELDS)}")
@@ -228,7 +228,7 @@ def _checked_item_type(location: str, item: Mapping[str, Any]) -> str:
 
 
 def _add_to_answer(messages: list[dict[str, Any]], location: str, kind: str, item: Mapping[str, Any]) -> None:
-    """Add an assistant's item to the last message.  If a message cannot have this order of items, begin a new one."""
+    """Add an assistant's item to the last message, or to a new message if it cannot follow that message's items."""
     answer = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
     has_content = answer is not None and (answer["content"] is not None or "tool_calls" in answer)
     # The order inside a message: at most one reasoning item, then at most one content, then tool calls.
@@ -246,8 +246,8 @@ def _add_to_answer(messages: list[dict[str, Any]], location: str, kind: str, ite
 
 
 def _is_repeated_by_next(item: Mapping[str, Any], location: str, next_items: Sequence[Mapping[str, Any]]) -> bool:
-    """Returns whether an item is a cut-off call whose text the next item repeats.  location: the next item's name in
-    errors, such as input[3].  next_items: the next item, or empty."""
+    """Returns whether an item is a cut-off call whose text the next item repeats.  location: of the next item, for
+    errors, such as input[3].  next_items: the next item; empty after the last item."""
     if item.get("type") != "function_call" or item.get("status") != "incomplete":
         return False
     messages = (each for each in next_items if each.get("role") == "assistant")
@@ -255,7 +255,7 @@ def _is_repeated_by_next(item: Mapping[str, Any], location: str, next_items: Seq
 
 
 def _joined_text(location: str, content: Any) -> str:
-    """Returns an item's content as one text: a text, or its joined text parts.  Raises EspalierError."""
+    """Returns an item's content as one text.  content: a text, or text parts to be joined.  Raises EspalierError."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):

@@ -1,7 +1,7 @@
 """Routes requests to endpoints by path and method, and serves descriptions of the endpoints.
 
 /openapi.json is for programs.  The page / shows how to call the endpoints, and the page /docs lists endpoints and
-fields.  Both pages load nothing else, so they work offline.  They need no API key, because a browser cannot send a key.
+fields.  Both pages load nothing else, so they work offline.  The pages need no API key, as a browser cannot send a key.
 If the server has a key, the pages name no model.
 """
 
@@ -32,7 +32,7 @@ Frontends = ModelFrontend | MultiModelFrontend
 _TEXT_ONLY_REASON = "this server only generates text"
 _STATELESS_REASON = "the server stores nothing between requests"
 _NO_BATCH_DIR = "this server has no place for files and batches; start it with --batch-dir DIR"
-# For paths of OpenAI's API that are not served: the reason, for the error message.  A key matches as a prefix.
+# For the error message: why a path of OpenAI's API is not served.  A key is the beginning of such paths.
 REFUSED_PATHS = {
     "/v1/embeddings": _TEXT_ONLY_REASON,
     "/v1/responses/": "the server does not store responses",
@@ -60,7 +60,7 @@ TEMPLATE_FOLDER = "server/html"
 PAGE_HEADERS = {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"}
 KEY_ARGUMENT = '-H "authorization: Bearer $ESPALIER_API_KEY"'
 EXAMPLE_MAX_TOKENS = 64
-# Azure's clients send this parameter with every request.  It has no effect, because this API has one version.
+# Azure's clients send this parameter with every request.  The parameter has no effect, as this API has one version.
 AZURE_PARAMETER = "api-version"
 PATH_PARAMETER_PATTERN = re.compile(r"\{(\w+)(?::\w+)?\}")
 
@@ -71,7 +71,8 @@ class Endpoint:
 
     handler: takes the request and, if `body` is set, the parsed body; returns the response.  body: the body's pydantic
     class, None for no body.  The other fields are for /openapi.json.  summary: one line; an endpoint with "" is left
-    out.  errors: the possible error statuses.  responses: {status: {content type: {"schema": JSON schema}}} of success.
+    out.  errors: the possible error statuses.  responses: the responses without an error, as
+    {status: {content type: {"schema": JSON schema}}}.
     """
 
     method: str
@@ -84,7 +85,7 @@ class Endpoint:
 
 
 def make_router(frontends: Frontends, endpoints: Sequence[Endpoint]) -> Router:
-    """Returns the ASGI application that calls the endpoints.  Errors leave it as ApiErrors for the middleware."""
+    """Returns the ASGI application that calls the endpoints.  It raises ApiErrors, which the middleware answers."""
     by_path: dict[str, dict[str, Endpoint]] = {}
     for endpoint in endpoints:
         by_path.setdefault(endpoint.path, {})[endpoint.method] = endpoint
@@ -160,6 +161,8 @@ def path_not_served_error(path: str, served: Collection[str]) -> ApiError:
 
 
 class FieldRow(NamedTuple):
+    """A field of a schema on the page /docs.  kind: the field's type as text."""
+
     name: str
     kind: str
     summary: str
@@ -201,7 +204,7 @@ def page_endpoints(frontends: Frontends, endpoints: Sequence[Endpoint], needs_ke
     async def get_start(http: Request) -> Response:
         names = () if needs_key else frontends.names
         models = [(name, frontends.frontend_for(name).inputs.model_info.max_context) for name in names]
-        # The address at which the browser reached this server.  It is quoted, because users copy it into a shell.
+        # The address at which the browser reached this server.  The address is quoted, as users copy it into a shell.
         origin = f"http://{quote(http.headers.get('host', 'localhost'), safe='.:[]-_')}"
         examples = list(example_requests(frontends, needs_key))
         return render_page(
@@ -274,7 +277,7 @@ def operations_of(openapi_json: dict[str, Any]) -> Iterator[Operation]:
 
 
 def schemas_of(openapi_json: dict[str, Any]) -> dict[str, list[FieldRow]]:
-    """Returns the fields of each schema by the schema's name."""
+    """Returns the fields of each schema in an OpenAPI description, by the schema's name."""
     schemas = openapi_json.get("components", {}).get("schemas", {})
     return {
         _short_schema_name(name): [

@@ -41,7 +41,7 @@ from espalier.tokenizer_files import tokenizer_class
 log = logging.getLogger("espalier.server")
 # The time limit for sending pending output to clients at shutdown.
 CLOSE_TIMEOUT_S = 5
-# Clients that read nothing for this time are disconnected: at the end of the server, and while the server drains.
+# Clients that read nothing for these times are disconnected: when the server ends (CLOSE), and while it drains (DRAIN).
 MAX_STALL_AT_CLOSE_S = 1.0
 MAX_STALL_AT_DRAIN_S = 5.0
 GC_THRESHOLD = 20_000
@@ -51,8 +51,7 @@ PRESTARTS_TEMPLATE_PROCESS = True
 MAX_UNSENT_BYTES = 65536
 # The most connections that may wait to be accepted.
 ACCEPT_BACKLOG = 2048
-
-
+# The smallest allowed value of each option that is a number.
 MIN_OPTION_VALUES: Mapping[str, int] = MappingProxyType(
     dict.fromkeys("port max_queue request_timeout body_timeout send_timeout load_timeout drain_timeout".split(), 0)
     | dict.fromkeys("engine_timeout max_body_bytes max_file_bytes tokens_per_replica fronts".split(), 1)
@@ -110,6 +109,7 @@ class HttpServer:
     shutdown_task: asyncio.Task[None] | None = None
 
     def begin_shutdown(self, aborts_requests: bool) -> None:
+        """Begin to drain.  aborts_requests: end the running requests at once instead.  A second call always does so."""
         was_draining, self.frontend.draining = self.frontend.draining, True
         if not was_draining:
             self.middleware.drain()
@@ -141,10 +141,10 @@ class HttpServer:
         for number in (signal.SIGTERM, signal.SIGINT):
             self.loop.add_signal_handler(number, self.begin_shutdown, number == signal.SIGINT)
         connect = partial(Connection, self.app, self.connections)
-        # asyncio accepts `backlog` connections in one iteration of the event loop.  Others wait in the kernel.
+        # asyncio accepts `backlog` connections per iteration of the event loop.  More connections wait in the kernel.
         accepting = await self.loop.create_server(connect, sock=listener, backlog=MAX_ACCEPTS_PER_LOOP_TURN)
         listener.listen(ACCEPT_BACKLOG)
-        sweeping = self.loop.create_task(self._close_stalled_often())
+        sweeping = self.loop.create_task(self._close_stalled_periodically())
         try:
             await self.should_exit.wait()
         finally:
@@ -154,7 +154,7 @@ class HttpServer:
         for number in (signal.SIGTERM, signal.SIGINT):
             self.loop.remove_signal_handler(number)
 
-    async def _close_stalled_often(self) -> None:
+    async def _close_stalled_periodically(self) -> None:
         while True:
             await asyncio.sleep(1.0)
             self.connections.close_stalled(self.loop.time(), MAX_STALL_AT_DRAIN_S if self.frontend.draining else None)
@@ -180,7 +180,7 @@ def url_of(host: str, port: int) -> str:
 async def serve(settings: Mapping[str, Any], options: ServeOptions) -> bool:
     """Serve until a signal, or until the last engine process has ended.  Returns whether a signal ended the server.
 
-    settings: keywords of EngineConfig.  Raises EspalierError before anything is served.
+    settings: keyword arguments of EngineConfig.  Raises EspalierError if the server cannot start.
     """
     listener = bind_listener(options.host, options.port)
     store = None if options.batch_dir is None else BatchStore(options.batch_dir)
@@ -207,7 +207,7 @@ async def serve(settings: Mapping[str, Any], options: ServeOptions) -> bool:
         # The application lives as long as the process, so the garbage collector need not search it.
         gc.collect()
         gc.freeze()
-        # The default threshold is 700 objects, a few requests.  Under load, garbage collections would delay requests.
+        # With the default threshold of 700 objects, a garbage collection would delay every few requests.
         gc.set_threshold(GC_THRESHOLD)
         if batches is not None:
             batches.start(middleware, options.api.api_key)
@@ -233,7 +233,7 @@ async def in_process_app(
 ) -> AsyncIterator[tuple[ModelFrontend, ASGIApp]]:
     """Yields (the model's frontend, the ASGI application), for requests of this process, without sockets.
 
-    settings: keywords of EngineConfig.  Raises EspalierError if the model cannot be loaded.
+    settings: keyword arguments of EngineConfig.  Raises EspalierError if the model cannot be loaded.
     """
     client = EngineClient(settings, client_options)
     try:
@@ -276,9 +276,9 @@ def _import_tokenizer(model: str | None) -> None:
 
 
 def bind_listener(host: str, port: int) -> socket.socket:
-    """Returns a bound socket.  Call this before the model is loaded, so that a used port is refused at once."""
-    # With SO_REUSEADDR, two servers that load at the same time could bind the same port.  The first try is without it.
-    # The second try has this option, because old connections keep the port of an ended server for a minute.
+    """Returns a bound socket.  Call this before the model is loaded, so that a port in use is refused at once."""
+    # With SO_REUSEADDR, two servers that load at the same time could bind the same port.  So the first try is without
+    # this option.  The second try has it, because old connections keep the port of an ended server for a minute.
     with suppress(OSError, OverflowError):
         return _bind(host, port, reuse_address=False)
     try:
@@ -294,7 +294,7 @@ def _bind(host: str, port: int, reuse_address: bool) -> socket.socket:
     # for the acknowledgement of the event before.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuse_address)
-    # With this option, which connections inherit, the system buffers little.  So the server notices slow clients soon.
+    # Accepted connections inherit this option.  The kernel then buffers little, so slow clients are noticed soon.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, MAX_UNSENT_BYTES)
     try:
         listener.bind((host, port))

@@ -1,8 +1,8 @@
 """Renders chat templates in a helper process, one at a time, within limits of time and memory.
 
-A chat template is a program by the checkpoint's author, with input from the client.  It may run forever, or
-exhaust the memory, so it never runs on the event loop.  This module is also the program of the helper process.  Frames
-are JSON, not pickles: a malicious template could send a pickle that runs code in the API server.
+A chat template is a program by the checkpoint's author, with input from the client.  It may run forever or exhaust the
+memory, so it never runs on the event loop.  This module is also the program of the helper process.  The messages are
+JSON, not pickles, because a malicious template could send a pickle that runs code in the API server.
 """
 
 import json
@@ -21,7 +21,7 @@ from espalier.server.helper_process import HelperProcess, HelperProcessFailed, r
 
 MAX_CPU_S = 1.0
 MAX_MEMORY_BYTES = 2**30
-# The wall-time limit of one rendering.  It ends work that the limit of CPU time (MAX_CPU_S) cannot interrupt.
+# The wall-time limit of one rendering, for work that the limit of CPU time (MAX_CPU_S) cannot interrupt.
 MAX_WALL_S = 30.0
 MAX_WAITING_RENDERINGS = 64
 
@@ -82,18 +82,19 @@ def _cpu_time_limit() -> Iterator[None]:
         signal.setitimer(signal.ITIMER_PROF, 0)
 
 
-def _raise_cpu_time_exceeded(number: int, frame: FrameType | None) -> None:
+def _raise_cpu_time_exceeded(signal_number: int, frame: FrameType | None) -> None:
     raise CpuTimeExceeded
 
 
 class TemplateWorker:
-    """Renders templates in the helper process.  Keeps a compiled template until a frame has another template."""
+    """Renders templates in the helper process.  Keeps the compiled template until a request has another template."""
 
     def __init__(self) -> None:
         self._source: Any = None
         self._template: ChatTemplate | None = None
 
     def render_frame(self, frame: bytes) -> bytes:
+        """Returns the answer to a frame from TemplateProcess.render.  The frame and the answer are JSON."""
         request = json.loads(frame)
         if self._template is None or request["source"] != self._source:
             self._source = request["source"]

@@ -15,7 +15,7 @@ from espalier.inputs import InputProcessor
 from espalier.server.errors import bad_request_error, queue_full_error
 
 T = TypeVar("T")
-# Work with more characters or tokens goes to the long-text thread.  This size takes a few milliseconds.
+# Work with more characters or tokens goes to the thread for long texts.  Work of this size takes a few milliseconds.
 MAX_SHORT_SIZE = 16384
 MAX_WAITING_PROMPTS = 32
 # Work of at most this size runs on the event loop, because a switch to a thread and back takes longer.
@@ -27,16 +27,17 @@ class TokenizerThread:
     """One thread with its tokenizer.  num_unfinished_calls: calls that wait or run, also if their request has ended."""
 
     inputs: InputProcessor
-    thread: ThreadPoolExecutor
+    executor: ThreadPoolExecutor
     num_unfinished_calls: int = 0
 
     async def run(self, work: Callable[..., T], *values: Any) -> T:
-        running = asyncio.get_running_loop().run_in_executor(self.thread, work, self.inputs, *values)
+        """Run work(InputProcessor, *values) in the thread, and return the result."""
+        running = asyncio.get_running_loop().run_in_executor(self.executor, work, self.inputs, *values)
         self.num_unfinished_calls += 1
-        running.add_done_callback(self._end)
+        running.add_done_callback(self._count_finished_call)
         return await asyncio.shield(running)
 
-    def _end(self, running: asyncio.Future[Any]) -> None:
+    def _count_finished_call(self, call: asyncio.Future[Any]) -> None:
         self.num_unfinished_calls -= 1
 
 
@@ -50,7 +51,7 @@ class TokenizerThreads:
         self._long_text_thread = TokenizerThread(inputs.for_another_thread(), ThreadPoolExecutor(1, "tokenizer-long"))
 
     async def run(self, work: Callable[..., T], *values: Any, size: int, field: str | None = None) -> T:
-        """Run work(InputProcessor, *values) in one of the threads, or on the event loop if it is very short.
+        """Run work(InputProcessor, *values) in one of the threads, or on the event loop if `size` is very small.
 
         size: the number of characters or tokens.  field: the body's field, for error messages.  Raises ApiError if
         `work` raises EspalierError, or if too many long prompts wait.
@@ -75,9 +76,11 @@ class TokenizerThreads:
         size: int,
         field: str | None = None,
     ) -> list[int]:
-        """Returns the token ids that the generator work(InputProcessor, *values) makes (see chat.RenderLoop).
+        """Returns the token ids of a conversation.
 
-        The generator runs as in `run`; `render` makes each text that it asks for.  size, field, errors: as in `run`.
+        work(InputProcessor, *values): returns the generator that makes the token ids (chat.RenderLoop).  The generator
+        runs in the thread that `run` would choose.  It yields the arguments of a chat template, and is sent the text
+        that `render` returns for them.  size, field, errors: as in `run`.
         """
         steps: RenderLoop | None = None
 
@@ -101,4 +104,4 @@ class TokenizerThreads:
 
     def close(self) -> None:
         for thread in (self._short_text_thread, self._long_text_thread):
-            thread.thread.shutdown(wait=False)
+            thread.executor.shutdown(wait=False)

@@ -16,7 +16,7 @@ PART_NAMES = ("file", "purpose")
 
 
 class _UploadParser(MultiPartParser):
-    """A parser that refuses a wrong part before its content is stored.  has_ended: the last boundary has been read."""
+    """Refuses a wrong part before its content is stored.  has_ended: whether the last boundary has been read."""
 
     has_ended = False
 

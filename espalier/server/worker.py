@@ -1,7 +1,7 @@
 """The engine process: receives messages from the API server, runs the engine's steps, and sends the output.
 
-The process ends on Shutdown, or when the API server has ended.  It ignores SIGINT, and SIGTERM once the model is
-loaded.  The API server handles both signals, and drains first.
+The process ends on Shutdown, or when the API server has ended.  The process ignores SIGINT, and after the model is
+loaded also SIGTERM.  The API server handles both signals: it lets requests finish before it ends this process.
 """
 
 import gc
@@ -49,7 +49,7 @@ EXIT_OK, EXIT_REFUSED, EXIT_FAILED = 0, 2, 1
 class RunningPrompt:
     """The samples of one submitted prompt.
 
-    requests: one for each sample.  num_unfinished: how many of them still run.  private: whether online learning must
+    requests: one for each sample.  num_unfinished: how many samples still run.  private: whether online learning must
     not keep the text.  abort_step: the engine's step number when an abort arrived, None without an abort.
     """
 
@@ -83,7 +83,7 @@ class EngineWorker:
         self.batch_buckets = llm.engine.layout.batch_buckets(llm.config.graph_batch)
 
     def run(self) -> None:
-        """Run until Shutdown.  If the engine raises an error, send the chunks made so far, and re-raise the error."""
+        """Run until Shutdown.  If the engine raises an error, send its output so far, and raise the error again."""
         while os.getppid() == self.api_server_pid and self._receive_messages():
             if self.learner is not None:
                 self.learner.swap_between_steps(self.llm.engine)
@@ -99,7 +99,7 @@ class EngineWorker:
             self._send(chunks)
 
     def _receive_messages(self) -> bool:
-        """Handle all received messages.  If no request runs, first wait for one.  Returns whether to go on running."""
+        """Handle all received messages.  If no request runs, first wait for a message.  Returns False at Shutdown."""
         wait_ms = min(self.heartbeat_ms, GRAMMAR_CHECK_MS) if self.compiling_prompts else self.heartbeat_ms
         wait_ms = 0 if self.llm.engine.has_work else wait_ms
         while self.socket.poll(wait_ms):
@@ -142,16 +142,16 @@ class EngineWorker:
             for request in requests:
                 self.llm.engine.add(request)
         except EspalierError as error:
-            # All samples of a prompt are refused or none, so no sample of this prompt runs.
+            # The engine refuses either all samples of a prompt or none, so no sample of this prompt runs.
             self.socket.send(protocol.encode(PromptRefused(submitted.name, str(error))))
             return
         self.running_prompts[submitted.name] = RunningPrompt(requests, len(requests), submitted.private)
 
-    def _abort(self, name: str) -> None:
-        self.compiling_prompts.pop(name, None)
-        if name in self.running_prompts:
-            self.running_prompts[name].abort_step = self.num_steps
-            for request in self.running_prompts[name].requests:
+    def _abort(self, prompt_name: str) -> None:
+        self.compiling_prompts.pop(prompt_name, None)
+        if prompt_name in self.running_prompts:
+            self.running_prompts[prompt_name].abort_step = self.num_steps
+            for request in self.running_prompts[prompt_name].requests:
                 self.llm.engine.abort(request.id)
 
     def _send(self, chunks: list[OutputChunk]) -> None:
@@ -201,7 +201,7 @@ class EngineWorker:
         )
 
     def _rounds_by_bucket(self) -> list[tuple[int, bool, int]]:
-        """Returns (padded batch size, whether it has CUDA graphs, number of rounds) for each padded batch size."""
+        """Returns (padded batch size, whether CUDA graphs exist for this size, number of rounds) for each size."""
         counts: Counter[int] = Counter()
         for batch, count in self.llm.engine.scheduler.num_rounds.items():
             counts[padded_batch(batch, self.batch_buckets)] += count
@@ -219,8 +219,9 @@ def load_model(settings: dict[str, Any]) -> LLM:
 
 
 def _load_learning(settings: dict[str, Any], learn: dict[str, Any], stack: ExitStack) -> "tuple[LLM, Learner]":
-    """Load the model and attach a learner.  Raises EspalierError; for a wrong folder, before weights are loaded."""
-    # Imported here, because the trainer's modules take seconds to import.
+    """Load the model and attach a learner.  `stack` closes both.  Raises EspalierError.  A wrong folder is refused
+    before the weights are loaded."""
+    # These modules are imported only for online learning, because they take seconds to import.
     from espalier.learn.folder import LearnConfig
     from espalier.learn.learner import Learner
 
@@ -240,11 +241,11 @@ ModelLoader = Callable[[dict[str, Any]], AbstractContextManager[LLM]]
 def main(address: str, api_server_pid: int, load: ModelLoader = load_model) -> int:
     """Connect to the API server, load the model and serve.  Returns the exit code.  A failure is sent as EngineFailed.
 
-    api_server_pid: the API server's process, which may end before it sends StartEngine.
+    address: of the ZeroMQ socket.  api_server_pid: the API server's process id.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
-        # A slow API server must not block the engine, so unread output has no limit.  At exit, zmq sends it for 1 s.
+        # A slow API server must not block the engine, so the send queue has no limit.  At exit, zmq sends for 1 s more.
         socket.set_hwm(0)
         socket.linger = 1000
         socket.connect(address)
@@ -288,14 +289,14 @@ def _remove_socket(path: Path) -> None:
 
 
 @contextmanager
-def _exit_with_api_server(api_server_pid: int, address: Path) -> Iterator[None]:
-    """During the block, ends this process soon after the API server has ended.  The block may load for minutes."""
+def _exit_with_api_server(api_server_pid: int, socket_path: Path) -> Iterator[None]:
+    """During the block, which may load for minutes, ends this process soon after the API server has ended."""
     is_over = threading.Event()
 
     def watch() -> None:
         while not is_over.wait(API_SERVER_CHECK_MS / 1000):
             if os.getppid() != api_server_pid:
-                _remove_socket(address)
+                _remove_socket(socket_path)
                 os._exit(EXIT_FAILED)
 
     threading.Thread(target=watch, daemon=True).start()
@@ -305,16 +306,17 @@ def _exit_with_api_server(api_server_pid: int, address: Path) -> Iterator[None]:
         is_over.set()
 
 
-def _serve(socket: zmq.Socket, start: StartEngine, api_server_pid: int, load: ModelLoader, address: Path) -> None:
+def _serve(socket: zmq.Socket, start: StartEngine, api_server_pid: int, load: ModelLoader, socket_path: Path) -> None:
+    """Load the model and run the engine until the process must end."""
     began = time.perf_counter()
     with ExitStack() as stack:
         learner = None
-        with _exit_with_api_server(api_server_pid, address):
+        with _exit_with_api_server(api_server_pid, socket_path):
             if start.learn is None:
                 llm = stack.enter_context(load(start.settings))
             else:
                 llm, learner = _load_learning(start.settings, start.learn, stack)
-        # At SIGTERM, the API server drains from now on, so this process must go on.
+        # From now on, the API server lets requests finish after SIGTERM, so this process must go on.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         log.info("engine process %d: %s loaded in %.1f s", os.getpid(), llm.config.model, time.perf_counter() - began)
         socket.send(protocol.encode(protocol.EngineReady(llm.inputs.model_info, llm.config.as_dict())))

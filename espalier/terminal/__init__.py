@@ -1,1 +1,1 @@
-"""Shared parts of all commands: flags generated from config fields, tables, progress bars, the machine."""
+"""Shared parts of all commands: flags made from config fields, tables, progress bars, a description of the machine."""

@@ -1,4 +1,4 @@
-"""Console output: colours and progress bars on a terminal, else plain text; the machine; the layout of help texts."""
+"""Console output: colours, progress bars and tables, a description of the machine, and the layout of help texts."""
 
 import json
 import os
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def describe_machine() -> dict[str, str]:
-    """Returns the machine and the versions on which measurements depend, as texts by name."""
+    """Returns a description of the machine and the installed versions, on which measurements depend, by name."""
     import torch  # imported here, so that `--help` does not wait for PyTorch
 
     machine = {
@@ -101,7 +101,9 @@ def stderr() -> Console:
 
 @dataclass(frozen=True)
 class DrawingSigns:
-    """The characters for drawings: UNICODE_SIGNS, or ASCII_SIGNS if the terminal's encoding is not Unicode."""
+    """The characters for drawings: UNICODE_SIGNS, or ASCII_SIGNS if the terminal's encoding is not Unicode.
+
+    branch, last_branch, vertical: the lines of a drawn tree."""
 
     branch: str
     last_branch: str
@@ -150,8 +152,8 @@ def progress(title: str, total: int) -> Iterator[Callable[..., None]]:
 
 @contextmanager
 def waiting(title: str) -> Iterator[None]:
-    """Shows `title` on stderr while the block runs, if stderr is a terminal.  The text is not animated, because the
-    block may show a progress bar in its place.  It is cut to one line, because only one line can be removed."""
+    """Shows `title` on stderr while the block runs, if stderr is a terminal.  The title is not animated, because the
+    block may show a progress bar in its place.  The title is cut to one line, because only one line can be removed."""
     console = stderr()
     if not console.is_terminal:
         yield
@@ -167,7 +169,7 @@ def waiting(title: str) -> Iterator[None]:
 def colour_by_source(
     tokenizer: Tokenizer, prompt: Sequence[int], tokens: Sequence[int], from_draft: Sequence[bool]
 ) -> Text:
-    """Returns the text of output tokens, in which tokens from the draft are coloured.  prompt: the tokens before."""
+    """Returns the text of output tokens, in which tokens from the draft are coloured.  prompt, tokens: token ids."""
     text_stream = tokenizer.text_stream(prompt)
     text = Text()
     for i, (token, drafted) in enumerate(zip(tokens, from_draft, strict=True)):
@@ -216,19 +218,21 @@ def write_json(path: Path | None, figures: dict[str, Any]) -> None:
     import torch  # imported here, so that `--help` does not wait for PyTorch
 
     try:
-        # The engine has set the number of threads at startup.
+        # This is the engine's number of threads, because the engine sets it at startup.
         machine = describe_machine() | {"threads": str(torch.get_num_threads())}
         path.write_text(json.dumps({"machine": machine, **figures}, indent=1) + "\n")
     except OSError as error:
         raise EspalierError(f"--json {path} cannot be written ({error.strerror}); use another file") from None
 
 
-# A usage line with more flags would be too long; the list of flags follows anyway.
+# A command with more flags shows only a placeholder in its usage line.  The help text lists all flags below.
 MAX_FLAGS_IN_USAGE = 10
 FLAGS_PLACEHOLDER = "[flags]"
 
 
 class HelpText(HelpFormatter):
+    """Formats the help text of a command (argparse's formatter_class)."""
+
     def add_argument(self, action: Action) -> None:
         """Add an action like argparse, but make the first column as wide as the longest command name."""
         super().add_argument(action)
@@ -249,7 +253,7 @@ class HelpText(HelpFormatter):
         positional_arguments = [
             self._format_args(action, action.dest) for action in actions if not action.option_strings
         ]
-        # NUL keeps a flag and its value on one line.
+        # A NUL instead of the space between a flag and its value keeps both on one line.
         words = " ".join(
             part.replace(" ", "\0") for part in [FLAGS_PLACEHOLDER, *required_flags, *positional_arguments]
         )
@@ -267,7 +271,7 @@ class HelpText(HelpFormatter):
 
 
 class CommandParser(ArgumentParser):
-    """Reads numbers as the settings do, and prints help as HelpText."""
+    """A parser of a command's flags.  Parses numbers like the config classes, and formats help with HelpText."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **{"formatter_class": HelpText, **settings})

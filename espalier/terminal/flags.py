@@ -15,13 +15,13 @@ from espalier.errors import NUMBER_PARSERS, EspalierError, whole_number, without
 from espalier.request import PARAMS_WITH_FLAGS, ResolvedParams, SamplingParams
 
 NOT_GIVEN = None
-# An environment variable in place of --api-key, because all users of the machine see flags in the list of processes.
+# The environment variable for the API key.  It is safer than a flag, which all users can see in the list of processes.
 KEY_VARIABLE = "ESPALIER_API_KEY"
 PLAIN_FLAG = "--no-speculation"
 
 
 def add_engine_flags(parser: ArgumentParser, leave_out: Collection[str] = ()) -> None:
-    """Add the flags of EngineConfig, with those of SpeculationConfig instead of its field `speculation`."""
+    """Add the flags of EngineConfig (except `speculation` and the fields in `leave_out`) and of SpeculationConfig."""
     engine = parser.add_argument_group("engine (by default the engine chooses; `espalier doctor` shows what)")
     for f in fields(EngineConfig):
         if f.name not in ("speculation", *leave_out):
@@ -46,23 +46,23 @@ def add_json_flag(parser: ArgumentParser) -> None:
 
 
 def add_key_flag(parser: ArgumentParser | _ArgumentGroup, help_text: str, several: bool = False) -> None:
-    """Add the flag --api-key.  several: whether it may be repeated; then read it by api_keys, else by api_key."""
+    """Add the flag --api-key, which api_key reads.  several: the flag may be repeated, and api_keys reads it."""
     action = "append" if several else "store"
     parser.add_argument("--api-key", metavar="X", action=action, help=f"{help_text} (${KEY_VARIABLE})")
 
 
 def api_keys(args: Namespace) -> tuple[str, ...]:
-    """Returns the keys of the repeated flag, or the key of the environment.  Raises EspalierError as api_key does."""
+    """Returns the keys of the repeated flag, or the key in the environment.  Raises EspalierError as api_key does."""
     flag_values = args.api_key or [None]
     keys = [api_key(Namespace(api_key=value)) for value in flag_values]
     return tuple(key for key in dict.fromkeys(keys) if key is not None)
 
 
 def api_key(args: Namespace) -> str | None:
-    """Returns the key of the flag or of the environment; None without a key.
+    """Returns the key in the flag or in the environment; None if neither has a key.
 
     Raises EspalierError for an empty flag, because `--api-key "$KEY"` with KEY unset must not start a server without a
-    key.  Raises it also for a key that no HTTP header can have, such as a key with the line end of a file.
+    key.  Raises EspalierError also for a key that no HTTP header can have, such as a key with a line end.
     """
     if args.api_key == "":
         raise EspalierError(f"--api-key is empty; give the key, set {KEY_VARIABLE}, or leave the flag out")
@@ -90,7 +90,7 @@ def add_sampling_flags(parser: ArgumentParser, max_tokens: int) -> None:
 
 
 def engine_settings(args: Namespace) -> dict[str, Any]:
-    """Returns the keywords of LLM for the flags that were given."""
+    """Returns the keyword arguments of LLM for the flags that were given."""
     engine_fields = _given_fields(args, EngineConfig)
     tree_fields = _given_fields(args, SpeculationConfig)
     if getattr(args, "no_speculation", False):
@@ -109,7 +109,8 @@ def given_flags(args: Namespace) -> list[str]:
 def named_models(args: Namespace) -> dict[str, str]:
     """Returns the model and the draft that a command loads, by setting name.
 
-    A command has such flags of its own, or those of EngineConfig.  Returns {} with --url, as a server has the model.
+    The flags are the command's own, or those of EngineConfig.  Returns {} if --url is given, because then the command
+    uses a server that has loaded the model.
     """
     if getattr(args, "url", None):
         return {}
@@ -122,7 +123,7 @@ def named_models(args: Namespace) -> dict[str, str]:
 
 def with_minimum(settings: Mapping[str, Any], defaults: Mapping[str, Any], **minimum: int) -> dict[str, Any]:
     """Returns the settings, with `defaults` in place of "auto" and of missing settings.  minimum: the smallest allowed
-    value, by setting.  Raises EspalierError for a smaller value."""
+    value, by setting name.  Raises EspalierError for a smaller value."""
     for name, low in minimum.items():
         given: Any = settings.get(name)
         if not is_unresolved(given) and given < low:
@@ -155,7 +156,7 @@ def require_readable(text: str, description: str, encoding: str) -> str:
 
 
 def whole_numbers(text: str) -> list[int]:
-    """Parses the value N,N of a flag."""
+    """Parses a flag's value such as 1,8."""
     return [whole_number(part) for part in text.split(",")]
 
 
@@ -187,7 +188,7 @@ def _given_fields(args: Namespace, config: type) -> dict[str, Any]:
 
 
 def _destination(config: type, name: str) -> str:
-    """Returns argparse's `dest` of a flag.  The class is in it, because two classes may have fields of equal names."""
+    """Returns argparse's `dest` of a flag.  It has the class's name, because two classes may have the same field."""
     return f"{config.__name__}.{name}"
 
 
@@ -198,7 +199,7 @@ def _add_flag(group: _ArgumentGroup, field: Field, help_text: str | None = None)
     help_text = help_text or field.metadata["help"]
     options: dict[str, Any] = {"dest": _destination(config, field.name), "default": NOT_GIVEN, "help": help_text}
     if bool in kinds:
-        # The help text also describes an API field, with the values true and false.  The switch has two names instead.
+        # The help text explains the values true and false of an API field.  Here they are flags: --NAME and --no-NAME.
         help_text = help_text.replace("true: ", f"{flag_of(field.name)}: ")
         options["help"] = help_text.replace("false: ", f"{flag_of('no_' + field.name)}: ")
         group.add_argument(flag_of(field.name), action=BooleanOptionalAction, **options)
@@ -220,6 +221,7 @@ def _metavar(field: Field, types: set[Any]) -> str:
 
 
 def _value_reader(field: Field, types: set[Any]) -> Callable[[str], Any]:
+    """Returns the function that parses a flag's value.  types: the types in the field's annotation."""
     if Mapping in types:
         read = _mapping_reader(whole_number if field.name == "logit_bias" else str)
         return _json_or_text(read) if str in types else read
@@ -231,17 +233,17 @@ def _value_reader(field: Field, types: set[Any]) -> Callable[[str], Any]:
 
 
 def _number_reader(number_type: type, allows_auto: bool) -> Callable[[str], Any]:
-    def read(text: str) -> Any:
+    def parse_number(text: str) -> Any:
         return text if allows_auto and text == "auto" else NUMBER_PARSERS[number_type](text)
 
-    read.__name__ = "whole number" if number_type is int else "number"
-    return read
+    parse_number.__name__ = "whole number" if number_type is int else "number"
+    return parse_number
 
 
 def _mapping_reader(read_key: Callable[[str], Any]) -> Callable[[str], dict[Any, Any]]:
     kind, example = ("a JSON object of token ids", "27") if read_key is whole_number else ("a JSON object", "name")
 
-    def read(text: str) -> dict[Any, Any]:
+    def parse_mapping(text: str) -> dict[Any, Any]:
         try:
             value = json.loads(text, object_pairs_hook=without_duplicate_keys)
             return {read_key(name): item for name, item in value.items()}
@@ -250,11 +252,11 @@ def _mapping_reader(read_key: Callable[[str], Any]) -> Callable[[str], dict[Any,
         except (ValueError, AttributeError):
             raise ArgumentTypeError(f"{text!r} is not {kind}, such as '{{\"{example}\": 1}}'") from None
 
-    return read
+    return parse_mapping
 
 
 def _json_or_text(read: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Returns a function that parses a JSON object by `read`, and keeps other text: a file name or "auto"."""
+    """Returns a function that parses a JSON object with `read`, and returns other text (a file name, "auto") as is."""
     return lambda text: read(text) if text.lstrip().startswith("{") else text
 
 

@@ -1,4 +1,4 @@
-"""Parses a tool call's arguments: a JSON object, or text between tags, for which the tool's schema tells the types."""
+"""Parses a tool call's arguments: a JSON object, or values between tags, whose types are in the tool's JSON schema."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -8,7 +8,7 @@ from typing import Any
 from espalier.tool_calls.base import CallWriter
 from espalier.tool_calls.reader import CUT_OFF_REASON, BrokenCall, Markers, Steps, TextReader, decode_json, is_utf8
 
-# Some models write Python's constants instead of JSON's.  By Python's constant: JSON's constant.
+# JSON's constant for each Python constant, because some models write Python's.
 JSON_OF_PYTHON_CONSTANT = {"True": "true", "False": "false", "None": "null"}
 JSON_TYPE_NAMES: Mapping[type, str] = {
     str: "string",
@@ -21,7 +21,7 @@ JSON_TYPE_NAMES: Mapping[type, str] = {
 }
 
 
-# JSON schema keywords.  With these, a text may fit the schema only after the white space around it is removed.
+# JSON schema keywords that limit a text.  A text may fit such a limit only after the white space around it is removed.
 LIMITING_KEYWORDS = frozenset(("enum", "const", "pattern", "format", "maxLength"))
 MAX_SCHEMA_DEPTH = 16
 Schema = Mapping[str, Any]
@@ -36,6 +36,7 @@ def property_schemas(schema: Schema, name: str) -> list[Schema]:
 
 
 def _resolved_schemas(schema: Any, root: Schema, depth: int) -> list[Schema]:
+    """Returns the alternatives of `schema`.  root: the schema to which a $ref refers.  depth: the recursion's depth."""
     if not isinstance(schema, Mapping) or depth > MAX_SCHEMA_DEPTH:
         return [{}]
     if isinstance(schema.get("$ref"), str):
@@ -114,9 +115,10 @@ class TaggedArguments:
         self.call.write_arguments(_json_value(name, _trim_to_limits(text, schemas), types))
 
     def _read_value_text(self, reader: TextReader, end_marker: str, strip_chars: str, on_text: Any) -> Steps[None]:
+        """Read a value, and call on_text with its pieces, without strip_chars at the value's end."""
         held_back = ""
 
-        def pass_on(text: str) -> None:
+        def pass_on_text(text: str) -> None:
             nonlocal held_back
             text, held_back = held_back + text, ""
             if strip_chars and text.endswith(strip_chars):
@@ -124,7 +126,7 @@ class TaggedArguments:
             if text:
                 on_text(text)
 
-        if (yield from reader.read_until(Markers(end_marker), pass_on)) is None:
+        if (yield from reader.read_until(Markers(end_marker), pass_on_text)) is None:
             raise BrokenCall("the output ends inside the tool call")
 
     def finish(self) -> None:
@@ -158,8 +160,8 @@ ARGUMENTS_KEYS = ("arguments", "parameters")
 
 
 def read_call_object(reader: TextReader, call: CallWriter) -> Steps[None]:
-    """Read a call that is a JSON object with a name and arguments.  Other keys are skipped.  Arguments are passed on to
-    `call` while they arrive.  Raises BrokenCall."""
+    """Read a call that is a JSON object with a name and arguments, and write it to `call`.  Other keys are skipped.
+    Arguments are written while they arrive.  Raises BrokenCall."""
     yield from reader.expect("{")
     yield from reader.read_space()
     if (yield from reader.read_literal("}")):
@@ -183,7 +185,7 @@ def read_call_object(reader: TextReader, call: CallWriter) -> Steps[None]:
 
 
 def read_arguments(reader: TextReader, call: CallWriter, *end_markers: str) -> Steps[None]:
-    """Read arguments: a JSON object, or a JSON object inside a string, which some models write.  Raises BrokenCall.
+    """Read arguments: a JSON object, or a string that contains a JSON object (from some models).  Raises BrokenCall.
 
     end_markers: markers that end the call.  If a marker or the output's end comes next, the call has no arguments.
     """

@@ -38,7 +38,7 @@ def new_short_call_id() -> str:
 
 @dataclass
 class DeltaWriter:
-    """Collects the deltas that a parser makes.  schemas: by name of a callable tool: the JSON schema of its parameters.
+    """Collects the deltas that a parser makes.  schemas: the schema of each callable tool's parameters, by tool name.
     in_reasoning: whether the text so far ends inside the reasoning.  may_reason: whether reasoning may still come."""
 
     schemas: Mapping[str, Mapping[str, Any]]
@@ -62,9 +62,9 @@ class DeltaWriter:
         self.add_delta("reasoning", text)
 
     def resume(self, deltas: Sequence[Delta]) -> None:
-        """Continue after the prompt's text that begins the answer.  deltas: made from this text.
+        """Continue an answer that begins at the prompt's end, such as "<think>".  deltas: made from this beginning.
 
-        The prompt is no output, so only the deltas of a call that has not ended are kept."""
+        Text of the prompt is no output, so the deltas are dropped, except those of a call that has not ended."""
         open_call = self.num_calls - 1
         if any(delta.kind in ("called", "broken") and delta.index == open_call for delta in deltas):
             return
@@ -124,9 +124,9 @@ class CallWriter:
 def read_call(
     reader: TextReader, writer: DeltaWriter, opening_marker: str, read_body: Callable[[CallWriter], Steps[None]]
 ) -> Steps[bool]:
-    """Read one call.  If the call is broken, write its whole text as content and return False.
+    """Read one call, and return whether the call could be parsed.  If not, its whole text is written as content.
 
-    opening_marker: the text of the call that is already read.  read_body: reads the rest of the call.
+    opening_marker: the text of the call that was already read.  read_body: reads the rest of the call.
     """
     reader.start_recording(opening_marker)
     call = CallWriter(writer)
@@ -146,10 +146,11 @@ ParseOutput = Callable[[TextReader, DeltaWriter], Generator[None, None, None]]
 
 @dataclass(frozen=True)
 class CallSyntax:
-    """The syntax of a tool call, for a grammar: before_name, the name, after_name, the arguments, after_arguments.
+    """The syntax of tool calls, from which a grammar is made.
 
-    separator: the text between two calls.  calls_begin, calls_end: the texts before the first and after the last call.
-    arguments_style: how arguments are written, as a `style` of a JSON schema in xgrammar."""
+    A call consists of before_name, the tool's name, after_name, the arguments and after_arguments.  separator: the text
+    between two calls.  calls_begin, calls_end: the texts before the first and after the last call.  arguments_style:
+    how arguments are written, as a `style` of a JSON schema in xgrammar."""
 
     before_name: str
     after_name: str
@@ -183,11 +184,12 @@ class ToolFormat:
 class ReasoningFormat:
     """The format in which a family of models separates its reasoning from the answer.
 
-    template_signs, special_tokens: as in ToolFormat.  begin_marker, end_marker: the texts around the reasoning.
-    answer_marker: the text before an answer without tool calls.  template_switches: chat template variables that switch
-    reasoning on or off; if the template reads one, the model may reason although the prompt does not begin reasoning.
-    includes_calls: whether the tool format with the same name parses the reasoning too.  message_marker: the text that
-    begins a message of the model, if includes_calls."""
+    template_signs: texts that every chat template of this family has.  special_tokens: the special tokens that the
+    parser needs.  begin_marker, end_marker: the texts around the reasoning.  answer_marker: the text before an answer
+    without tool calls.  template_switches: chat template variables that switch reasoning on or off.  If the template
+    reads one of them, the model may reason even if the prompt does not begin the reasoning.  includes_calls: whether
+    the tool format with the same name parses the reasoning too.  message_marker: the text that begins a message of the
+    model, if includes_calls."""
 
     name: str
     template_signs: tuple[str, ...]
@@ -207,7 +209,7 @@ def parse_reasoning(reader: TextReader, writer: DeltaWriter, format: ReasoningFo
     """Read all reasoning that comes next.  Markers, and the newlines before and after them, are dropped, also a
     begin_marker inside reasoning and an end_marker outside reasoning."""
     markers = Markers(format.end_marker, format.begin_marker, strip_before=NEWLINE_CHARS)
-    while (marker := (yield from _first_marker(reader, format))) is not None:
+    while (marker := (yield from _read_first_marker(reader, format))) is not None:
         writer.in_reasoning = marker == format.begin_marker
         while marker == format.begin_marker:
             yield from reader.read_space(NEWLINE_CHARS)
@@ -217,8 +219,8 @@ def parse_reasoning(reader: TextReader, writer: DeltaWriter, format: ReasoningFo
             yield from reader.read_space(NEWLINE_CHARS)
 
 
-def _first_marker(reader: TextReader, format: ReasoningFormat) -> Steps[str | None]:
-    """Read white space and a reasoning marker.  Returns the marker.  If none comes, reads nothing, returns None."""
+def _read_first_marker(reader: TextReader, format: ReasoningFormat) -> Steps[str | None]:
+    """Read white space and a reasoning marker.  Returns the marker; if none comes next, reads nothing, returns None."""
     space = yield from reader.read_space()
     marker = yield from reader.read_literal(format.begin_marker, format.end_marker)
     if marker is None:

@@ -45,6 +45,7 @@ class RequestTools:
 
     @property
     def schemas(self) -> dict[str, Mapping[str, Any]]:
+        """The JSON schema of each callable function's parameters, by function name."""
         return {each["name"]: each.get("parameters") or ANY_OBJECT for each in self.callable_functions}
 
 
@@ -97,17 +98,17 @@ def _checked_definitions(tools: Any) -> tuple[Mapping[str, Any], ...]:
         raise EspalierError(f"tools={shown(tools)} is not supported; use a list of tools")
     if len(tools) > MAX_TOOLS:
         raise EspalierError(f"tools with more than {MAX_TOOLS} entries is not supported; send fewer")
-    seen: set[str] = set()
+    seen_names: set[str] = set()
     for i, tool in enumerate(tools):
         name = _checked_tool_name(f"tools[{i}]", tool)
-        if name in seen:
+        if name in seen_names:
             raise EspalierError(f"tools[{i}].function.name={name!r} is the name of an earlier tool; use another")
-        seen.add(name)
+        seen_names.add(name)
     return tuple(tools)
 
 
 def _checked_tool_name(location: str, tool: Any) -> str:
-    """Checks a tool and returns its name.  Raises EspalierError."""
+    """Checks a tool and returns its name.  location: for errors, such as tools[0].  Raises EspalierError."""
     form = '{"type": "function", "function": {"name": ..., "parameters": {...}}}'
     if not isinstance(tool, Mapping) or tool.get("type") != "function" or not isinstance(tool.get("function"), Mapping):
         raise EspalierError(f"{location}={shown(tool)} is not supported; use {form}")

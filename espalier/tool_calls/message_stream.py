@@ -1,7 +1,7 @@
 """Parses a request's tokens into the deltas of a message, and finds stop strings in the content.
 
-The engine process and the API server each run a stream over the same tokens.  The engine process ends the request at
-the token that completes a stop string.  The API server ends the content before the stop string.
+The engine process and the API server each run a MessageStream over the same tokens.  The engine process ends the
+request at the token that completes a stop string.  The API server ends the content before the stop string.
 """
 
 from collections.abc import Callable, Sequence
@@ -46,7 +46,7 @@ class MessageStream:
         return text
 
     def read_deltas(self, output: OutputChunk | Output) -> list[Delta]:
-        """Returns an output's deltas, up to a stop string in the content.  A stop token's text counts if keep_stop."""
+        """Returns an output's deltas, up to a stop string in the content.  A stop token is skipped unless keep_stop."""
         is_last = output.finish_reason is not None
         ends_by_token = output.finish_reason == "stop" and not isinstance(output.stop_reason, str)
         tokens = output.token_ids[:-1] if ends_by_token and not self.keep_stop else output.token_ids
@@ -100,6 +100,7 @@ class MessageStream:
 
 
 def parser_for_form(form: OutputForm) -> OutputParser:
+    """Returns the parser for an output.  form: the names of the formats, the tools' schemas and the answer's start."""
     formats = Formats(TOOL_FORMATS.get(form.tool_format), REASONING_FORMATS.get(form.reasoning_format))
     return OutputParser(formats, form.schemas, form.answer_start)
 
@@ -118,7 +119,7 @@ class ChatOutput(Output):
 def chat_output(
     plan: ChatPlan, prompt: Sequence[int], output: Output, new_stream: Callable[[], MessageStream] | None = None
 ) -> ChatOutput:
-    """Returns the output with its parsed message.  Each of the output's choices gets its own message too.
+    """Returns the output with its parsed message.  Each choice in output.choices gets its own message too.
 
     new_stream: returns a stream that parses the output's tokens, up to a stop string; None to parse the output's text.
     """

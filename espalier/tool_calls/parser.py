@@ -10,17 +10,17 @@ from espalier.tool_calls.reader import Steps, TextReader
 
 
 class OutputParser:
-    """Parses the text of one output into deltas.  The text arrives in pieces, which do not change the joined deltas.
+    """Parses the text of one output into deltas.  The division into pieces does not change the joined deltas.
 
-    schemas: by name of a callable tool: the JSON schema of its parameters.  answer_start: the text at the prompt's end
-    with which the answer begins.
+    schemas: the JSON schema of each callable tool's parameters, by tool name.  answer_start: the text at the prompt's
+    end with which the answer begins.
     """
 
     def __init__(self, formats: Formats, schemas: Mapping[str, Mapping[str, Any]], answer_start: str = ""):
         self._reader = TextReader()
         self._writer = DeltaWriter(schemas, formats.tools.make_call_id if formats.tools is not None else new_call_id)
         self._steps = _parse_output(self._reader, self._writer, formats)
-        # The end of answer_start, held back because it may begin a marker.  This text must not be in the deltas.
+        # The end of answer_start, if it may begin a marker.  This text of the prompt must not be in the deltas.
         self._held_prompt_text = ""
         self._parse_new_text()
         if answer_start:
@@ -108,7 +108,7 @@ def message_of(deltas: Iterable[Delta]) -> Message:
     content: list[str] = []
     reasoning: list[str] = []
     errors: list[str] = []
-    # By call index: (the call's first delta, pieces of its arguments).
+    # By index of the call: (the call's first delta, the pieces of its arguments).
     calls: dict[int, tuple[Delta, list[str]]] = {}
     for delta in deltas:
         if delta.kind == "content":

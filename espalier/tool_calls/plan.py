@@ -66,6 +66,7 @@ def _answer_node(grammar: Grammar, reasoning: ReasoningFormat | None) -> Grammar
 
 
 def _structural_tag(node: GrammarNode, strict: bool, after: str | None) -> Grammar:
+    """Returns the grammar that consists of `node`.  strict, after: fields of Grammar."""
     text = json.dumps({"type": "structural_tag", "format": node}, ensure_ascii=False)
     return Grammar("structural_tag", text, strict=strict, after=after)
 
@@ -142,8 +143,8 @@ def _grammar_node(grammar: Grammar) -> GrammarNode:
 def with_decoded_arguments(message: Mapping[str, Any], arguments_as_text: bool) -> dict[str, Any]:
     """Returns the message with its calls' arguments as objects, or as JSON text if arguments_as_text.
 
-    A call whose arguments are no JSON object was cut off.  The call's text becomes content, as in the answer that had
-    this call.  Raises EspalierError for an entry of tool_calls that is no call.
+    A call whose arguments are no JSON object was cut off.  The text of such a call becomes content, as it was when the
+    model's answer was parsed.  Raises EspalierError for an entry of tool_calls that is no call.
     """
     calls, texts, content = [], [], message.get("content") or ""
     for call in message["tool_calls"]:
@@ -175,7 +176,7 @@ def _called_function(call: Any) -> Mapping[str, Any]:
 
 
 def _decoded_object(arguments: Any) -> Mapping[str, Any] | None:
-    """Returns a call's arguments as an object; None if they are something else.  arguments: an object or JSON text."""
+    """Returns a call's arguments as an object; None if they are no object.  arguments: an object or JSON text."""
     if isinstance(arguments, str):
         try:
             arguments = decode_json(arguments) if arguments.strip() else None
@@ -186,12 +187,14 @@ def _decoded_object(arguments: Any) -> Mapping[str, Any] | None:
     return arguments if isinstance(arguments, Mapping) else None
 
 
-# In a prompt without a turn token (_last_turn_text), a reasoning marker is searched in this number of last tokens.
+# If a prompt has no turn token (ChatPlan._last_turn_text), a reasoning marker is searched in this number of tokens at
+# the prompt's end.
 MAX_SEARCHED_TOKENS = 16
 
 
 class ChatPlan:
-    """The plan of one chat request.  Raises EspalierError if the request has tools and the model cannot call them."""
+    """How the tools of one chat request change its prompt, parameters and output.  Raises EspalierError if the request
+    has tools and the model cannot call them."""
 
     def __init__(self, tokenizer: Tokenizer | None, formats: Formats, tools: RequestTools):
         self.tokenizer = tokenizer
@@ -254,7 +257,7 @@ class ChatPlan:
         after = None if answer is None else answer.after
         may_reason = reasoning is not None and after is None and self._will_reason(prompt)
         if reasoning is not None and may_reason and self._is_in_reasoning(prompt):
-            # In a format with includes_calls, more messages of reasoning may come before the answer.
+            # In a format with includes_calls, further reasoning messages may come before the answer.
             after, may_reason = reasoning.end_marker, reasoning.includes_calls
         if tools is None and not may_reason:
             return None if answer is None else replace(answer, after=after)
@@ -280,7 +283,7 @@ class ChatPlan:
     def answer_start(self, prompt: Sequence[int]) -> str:
         """Returns the text at the prompt's end with which the answer begins, such as "<think>"; "" if there is none.
 
-        It is reasoning that has not ended, or with includes_calls the beginning of a message."""
+        The text is reasoning that has not ended.  In a format with includes_calls, it is the start of a message."""
         reasoning = self.formats.reasoning
         if reasoning is None or not reasoning.begin_marker or self.tokenizer is None:
             return ""
@@ -291,10 +294,11 @@ class ChatPlan:
         return "" if start < 0 or reasoning.end_marker in turn[start:] else turn[start:]
 
     def _last_turn_text(self, prompt: Sequence[int]) -> str:
-        """Returns the prompt's text from its last turn token on: the last special token, not counting the markers of
-        calls and reasoning.  The token that begins message_marker counts.
+        """Returns the prompt's text from its last turn token on.  The turn token is the last special token that is no
+        marker of calls or reasoning; the token that begins message_marker may be the turn token too.
 
-        Without a turn token, returns the reasoning marker at the prompt's end, or "": earlier ones may be the user's.
+        Without a turn token, returns the reasoning marker at the prompt's end, or "".  Earlier markers do not count,
+        because they may be the user's text.
         """
         if self._cached_turn is None or self._cached_turn[0] is not prompt:
             self._cached_turn = prompt, self._find_last_turn(prompt)

@@ -1,6 +1,6 @@
-"""Reads the text of an output for parsers.  The text arrives in pieces.  How it is divided does not change the result.
+"""Reads the text of an output for parsers.  The text arrives in pieces, whose sizes do not change the result.
 
-A parser is a generator (Steps).  It reads the text from start to end, and yields when it needs more text.
+A parser is a generator (Steps).  It reads the text from start to end, and yields None when it needs more text.
 """
 
 import json
@@ -38,9 +38,10 @@ class Markers:
         self.pattern = re.compile("|".join(map(re.escape, texts)))
 
     def num_held_back(self, text: str) -> int:
-        """Returns how many characters at the end of `text` may begin a marker, with strip_before characters before it.
+        """Returns how many characters at the end of `text` may be the beginning of a marker.  The strip_before
+        characters before this beginning are counted too.
 
-        text: has no whole marker."""
+        text: contains no whole marker."""
         num_held = 0
         for marker in self.texts:
             for size in range(min(len(marker) - 1, len(text)), num_held, -1):
@@ -63,7 +64,7 @@ class TextReader:
     _recorded_texts: list[str] | None = None
 
     def start_recording(self, text: str) -> None:
-        """Record the text that is read from now on.  text: the beginning of the record, which was read before."""
+        """Record the text that is read from now on.  text: the record's beginning, which was read before."""
         self._recorded_texts = [text]
 
     def stop_recording(self) -> str:
@@ -104,7 +105,7 @@ class TextReader:
             held = markers.num_held_back(self.buffer)
             if text := self.take_characters(len(self.buffer) - held):
                 on_text(text)
-            # A model may write many strip_before characters.  All are held back, but not searched again.
+            # A model may write many strip_before characters.  They are held back, but not searched for a marker again.
             start = max(0, held - markers.longest + 1)
             if not (yield from self.wait_for_text()):
                 if rest := self.take_characters(len(self.buffer)):
@@ -115,12 +116,12 @@ class TextReader:
         """Read a short text up to a marker.  Returns (text, marker).  Raises BrokenCall if no marker comes."""
         parts: list[str] = []
 
-        def put(text: str) -> None:
+        def add_part(text: str) -> None:
             parts.append(text)
             if sum(map(len, parts)) > MAX_NAME_CHARS:
                 raise BrokenCall(f"{' or '.join(markers)} is missing in the tool call")
 
-        marker = yield from self.read_until(Markers(*markers), put)
+        marker = yield from self.read_until(Markers(*markers), add_part)
         if marker is None:
             raise BrokenCall(CUT_OFF_REASON)
         return "".join(parts), marker
@@ -157,7 +158,7 @@ class TextReader:
                 return None
 
     def read_literal(self, *texts: str) -> Steps[str | None]:
-        """Read and return one of `texts` if it comes next, else return None.  No text may begin with another one."""
+        """If one of `texts` comes next, read and return it, else return None.  No text may begin with another text."""
         literal = yield from self.peek_literal(*texts)
         return None if literal is None else self.take_characters(len(literal))
 

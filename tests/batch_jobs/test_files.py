@@ -21,7 +21,7 @@ ANSWER = Response(200, "id", {"text": "é"})
 def test_a_survey_counts_lines_and_changes_with_every_byte(tmp_path):
     path = write(tmp_path / "in.jsonl", [line(1), "", "{bad", "  ", line(5)])
     found = scan_input(path)
-    assert (found.num_lines, found.last_line) == (3, 5)
+    assert (found.num_lines, found.last_line_number) == (3, 5)
     marked = tmp_path / "marked.jsonl"
     marked.write_bytes(BOM_UTF8 + path.read_bytes())
     assert replace(scan_input(marked), path=path) == found, "some editors begin a file with a byte order mark"

@@ -32,7 +32,7 @@ def test_pods_outlive_the_requests_that_they_drain():
     [workers] = spec["rayClusterConfig"]["workerGroupSpecs"]
     assert workers["template"]["spec"]["terminationGracePeriodSeconds"] > args["drain_timeout"]
     # A replica takes one GPU, and so does a worker.
-    assert parse_service(args).models[0].replicas.max_count <= workers["maxReplicas"]
+    assert parse_service(args).models[0].replicas.max_replicas <= workers["maxReplicas"]
 
 
 def test_images_have_the_version_of_ray_that_is_supported():

@@ -1,4 +1,4 @@
-"""The formats of tool calls and of reasoning, by name.  By default, the chat template tells a model's formats."""
+"""The formats of tool calls and of reasoning, by name.  By default, a model's chat template shows its formats."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""DeepSeek's tool calls.  V3 and R1 write the arguments in a Markdown block of JSON, V3.1 directly after the name."""
+"""DeepSeek's tool calls.  V3 and R1 write the arguments in a Markdown code block, V3.1 directly after the name."""
 
 from functools import partial
 
@@ -14,6 +14,7 @@ FENCE_BEGIN, FENCE_END = "```json\n", "\n```"
 
 
 def parse(reader: TextReader, writer: DeltaWriter, has_fence: bool) -> Steps[None]:
+    """Parses an answer.  has_fence: whether arguments are in a Markdown code block."""
     while (marker := (yield from reader.read_until(FIRST_CALL_MARKERS, writer.add_content))) is not None:
         opening_marker = marker
         if marker == CALLS_BEGIN:
@@ -27,7 +28,7 @@ def parse(reader: TextReader, writer: DeltaWriter, has_fence: bool) -> Steps[Non
 
 
 def _read_calls(reader: TextReader, writer: DeltaWriter, opening_marker: str, has_fence: bool) -> Steps[None]:
-    def read(call: CallWriter) -> Steps[None]:
+    def read_body(call: CallWriter) -> Steps[None]:
         kind, marker = yield from reader.read_text_before(SEPARATOR, CALL_END)
         name = kind
         if has_fence and marker == SEPARATOR:
@@ -39,12 +40,12 @@ def _read_calls(reader: TextReader, writer: DeltaWriter, opening_marker: str, ha
             return
         yield from reader.read_space()
         if not (yield from call_ends_here(reader, CALL_END)):
-            yield from (_read_block(reader, call) if has_fence else read_arguments(reader, call, CALL_END))
+            yield from (_read_fenced_arguments(reader, call) if has_fence else read_arguments(reader, call, CALL_END))
         yield from reader.read_space()
         if (yield from reader.peek()):
             yield from reader.expect(CALL_END)
 
-    while (yield from read_call(reader, writer, opening_marker, read)):
+    while (yield from read_call(reader, writer, opening_marker, read_body)):
         yield from reader.read_space()
         opening_marker = (yield from reader.read_literal(CALL_BEGIN, CALLS_END)) or ""
         if opening_marker != CALL_BEGIN:
@@ -52,7 +53,7 @@ def _read_calls(reader: TextReader, writer: DeltaWriter, opening_marker: str, ha
             return
 
 
-def _read_block(reader: TextReader, call: CallWriter) -> Steps[None]:
+def _read_fenced_arguments(reader: TextReader, call: CallWriter) -> Steps[None]:
     yield from reader.expect(FENCE_BEGIN)
     yield from reader.read_space()
     yield from read_arguments(reader, call, FENCE_END.strip())

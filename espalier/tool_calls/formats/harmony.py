@@ -31,7 +31,7 @@ NON_TOOL_RECIPIENTS = ("assistant", "user", "system", "developer", "all")
 
 
 def parse(reader: TextReader, writer: DeltaWriter) -> Steps[None]:
-    """Parses an output.  The prompt ends with <|start|>assistant, so the output begins inside a header."""
+    """Parses an output.  The prompt ends with <|start|>assistant, so the output begins inside a message's header."""
     opening_marker = yield from reader.read_literal(CHANNEL, START, " to=")
     while True:
         if opening_marker is None:
@@ -54,7 +54,7 @@ def _read_message(reader: TextReader, writer: DeltaWriter, opening_marker: str) 
     if recipient is not None and recipient[1] not in NON_TOOL_RECIPIENTS:
         return (yield from _read_call(reader, writer, header, marker, recipient[1]))
     if marker != MESSAGE:
-        # A cut-off header is dropped.
+        # A header without a message is dropped.  Other text is content.
         if text := HEADER_PATTERN.sub("", header, count=1):
             writer.add_content(text)
         return marker
@@ -73,7 +73,7 @@ def _read_call(
 
     Returns the marker at the call's end; None if plain text follows."""
 
-    def read(call: CallWriter) -> Steps[None]:
+    def read_body(call: CallWriter) -> Steps[None]:
         call.write_name(recipient.removeprefix(FUNCTIONS_PREFIX))
         if marker is None:
             yield from call_ends_here(reader)
@@ -85,7 +85,7 @@ def _read_call(
         if (yield from reader.peek()) not in ("", "<"):
             raise BrokenCall("the tool call goes on after its arguments")
 
-    if not (yield from read_call(reader, writer, header + (marker or ""), read)):
+    if not (yield from read_call(reader, writer, header + (marker or ""), read_body)):
         return None
     return marker if marker != MESSAGE else (yield from reader.read_literal(*MESSAGE_ENDS.texts))
 

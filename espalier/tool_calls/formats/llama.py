@@ -1,4 +1,4 @@
-"""The tool calls of Llama 3.1 to 3.3: {"name": ..., "parameters": {...}}, or several such objects with "; " between.
+"""The tool calls of Llama 3.1 to 3.3: {"name": ..., "parameters": {...}}, or several such objects, separated by "; ".
 
 A call comes at the start of the output, or after <|python_tag|>.
 """
@@ -22,11 +22,11 @@ def parse(reader: TextReader, writer: DeltaWriter) -> Steps[None]:
 
 
 def _read_calls(reader: TextReader, writer: DeltaWriter, opening_marker: str) -> Steps[None]:
-    def read(call: CallWriter) -> Steps[None]:
+    def read_body(call: CallWriter) -> Steps[None]:
         yield from reader.read_space()
         yield from read_call_object(reader, call)
 
-    while (yield from read_call(reader, writer, opening_marker, read)):
+    while (yield from read_call(reader, writer, opening_marker, read_body)):
         yield from reader.read_space()
         if (yield from reader.read_literal(";")) is None:
             break

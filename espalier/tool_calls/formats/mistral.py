@@ -21,14 +21,14 @@ def parse(reader: TextReader, writer: DeltaWriter) -> Steps[None]:
 def _read_call_list(reader: TextReader, writer: DeltaWriter, opening_marker: str) -> Steps[None]:
     """Read a list of calls after "[", up to "]".  A broken call ends the list."""
 
-    def read(call: CallWriter) -> Steps[None]:
+    def read_body(call: CallWriter) -> Steps[None]:
         yield from reader.read_space()
         yield from read_call_object(reader, call)
         yield from reader.read_space()
         if (yield from reader.peek()) not in ("", ",", "]"):
             raise BrokenCall("] is missing after the tool calls")
 
-    while (yield from read_call(reader, writer, opening_marker, read)):
+    while (yield from read_call(reader, writer, opening_marker, read_body)):
         opening_marker = (yield from reader.read_literal(",", "]")) or ""
         if opening_marker != ",":
             yield from reader.read_space()
@@ -38,11 +38,11 @@ def _read_call_list(reader: TextReader, writer: DeltaWriter, opening_marker: str
 def _read_named_call(reader: TextReader, writer: DeltaWriter, opening_marker: str) -> Steps[None]:
     """Read a call that begins with its name.  The marker [ARGS] may be missing, because some servers leave it out."""
 
-    def read(call: CallWriter) -> Steps[None]:
+    def read_body(call: CallWriter) -> Steps[None]:
         name = yield from reader.read_word("{[")
         call.write_name(name.strip())
         if (yield from reader.read_literal(ID_BEGIN)):
-            # The model's id is dropped.  The server makes the ids, because they must be unique in a conversation.
+            # The model's id is dropped.  CallWriter makes another id, because ids must be unique in a conversation.
             yield from reader.read_word("{[")
         yield from reader.read_literal(ARGUMENTS_BEGIN)
         yield from reader.read_space()
@@ -50,7 +50,7 @@ def _read_named_call(reader: TextReader, writer: DeltaWriter, opening_marker: st
             raise BrokenCall("the tool call has no arguments")
         yield from read_arguments(reader, call, CALLS_BEGIN)
 
-    if (yield from read_call(reader, writer, opening_marker, read)):
+    if (yield from read_call(reader, writer, opening_marker, read_body)):
         yield from reader.read_space()
 
 

@@ -31,7 +31,7 @@ def _read_calls(reader: TextReader, writer: DeltaWriter, read_body: Callable[[Ca
 
 
 def parse_hermes(reader: TextReader, writer: DeltaWriter) -> Steps[None]:
-    def read(call: CallWriter) -> Steps[None]:
+    def read_body(call: CallWriter) -> Steps[None]:
         yield from reader.read_space()
         yield from read_call_object(reader, call)
         yield from reader.read_space()
@@ -39,7 +39,7 @@ def parse_hermes(reader: TextReader, writer: DeltaWriter) -> Steps[None]:
         if (yield from reader.peek()):
             yield from reader.expect(CALL_END)
 
-    yield from _read_calls(reader, writer, read)
+    yield from _read_calls(reader, writer, read_body)
 
 
 HERMES_FORMAT = ToolFormat(
@@ -52,7 +52,7 @@ HERMES_FORMAT = ToolFormat(
 
 
 def parse_glm(reader: TextReader, writer: DeltaWriter) -> Steps[None]:
-    def read(call: CallWriter) -> Steps[None]:
+    def read_body(call: CallWriter) -> Steps[None]:
         name, marker = yield from reader.read_text_before(KEY_BEGIN, CALL_END)
         call.write_name(name.strip())
         arguments = TaggedArguments(call)
@@ -67,7 +67,7 @@ def parse_glm(reader: TextReader, writer: DeltaWriter) -> Steps[None]:
             raise BrokenCall(f"{CALL_END} is missing in the tool call")
         arguments.finish()
 
-    yield from _read_calls(reader, writer, read)
+    yield from _read_calls(reader, writer, read_body)
 
 
 GLM_FORMAT = ToolFormat(
@@ -82,7 +82,7 @@ GLM_FORMAT = ToolFormat(
 def parse_qwen_coder(reader: TextReader, writer: DeltaWriter) -> Steps[None]:
     while (opening := (yield from reader.read_until(CALL_OR_FUNCTION_MARKERS, writer.add_content))) is not None:
 
-        def read(call: CallWriter, opening_marker: str = opening) -> Steps[None]:
+        def read_body(call: CallWriter, opening_marker: str = opening) -> Steps[None]:
             if opening_marker == CALL_BEGIN:
                 yield from reader.read_space()
                 yield from reader.expect(FUNCTION_BEGIN)
@@ -93,7 +93,7 @@ def parse_qwen_coder(reader: TextReader, writer: DeltaWriter) -> Steps[None]:
             if (yield from reader.peek()) and opening_marker == CALL_BEGIN:
                 yield from reader.expect(CALL_END)
 
-        if (yield from read_call(reader, writer, opening, read)):
+        if (yield from read_call(reader, writer, opening, read_body)):
             yield from reader.read_space()
 
 
