@@ -139,7 +139,7 @@ class Engine:
             self._read_result(previous)
 
     def raise_rank_failure(self) -> None:
-        """Raises the error of a failed rank, as `step` does.  Called while no request runs."""
+        """Raises the error of a failed rank.  Called while no request runs, because `step` is not called then."""
         if self.executor.failure is not None:
             with self._stop_on_error():
                 raise self.executor.failure
@@ -152,8 +152,8 @@ class Engine:
         self.scheduler.process_results(started.launch, started.handle.result())
 
     def _resume_round(self, started: StartedLaunch | None) -> None:
-        """Starts the propose and verify stages of a round.  All earlier launches must have been read, so that the
-        grammars' states are known."""
+        """Starts the propose and verify stages of a round.  The results of all earlier launches must have been read,
+        because the states of the grammars follow from them."""
         if started is None or started.staged_handle is None:
             return
         masks, started.maskers = self.scheduler.mask_builder, self.scheduler.maskers_of(started.launch)
@@ -210,7 +210,7 @@ class Engine:
 
     @property
     def num_abandoned_grammars(self) -> int:
-        """The number of grammars that took too long and still occupy a thread (mask_threads.py)."""
+        """The number of grammars that took too long, and whose threads still run (mask_threads.py)."""
         return self.scheduler.mask_builder.threads.num_abandoned
 
     @property

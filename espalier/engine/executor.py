@@ -55,7 +55,7 @@ class StagedRoundHandle(LaunchHandle, Protocol):
         """Starts the propose and the verify stage.
 
         guide: the forced tokens and masks that grammars give to the draft; None without grammars.
-        ask_beam_masks: a function that returns which tokens may follow the draft's rows.  The executor may call the
+        ask_beam_masks: a function that returns which tokens may follow the draft's beams.  The executor may call this
         function while the draft runs."""
         ...
 
@@ -69,7 +69,7 @@ class StagedRoundHandle(LaunchHandle, Protocol):
 
 
 class LaunchObserver(Protocol):
-    """Callbacks for measurements (Engine.observer).  The engine calls them for each launch, on its thread."""
+    """Callbacks for measurements (Engine.observer).  The engine calls them for each launch, on the engine's thread."""
 
     def on_launch(self, launch_input: LaunchInput) -> None:
         """Called before each launch."""
@@ -93,15 +93,16 @@ class Executor(Protocol):
 
     @property
     def runs_any_tree(self) -> bool:
-        """Whether a round may have a tree of any size up to the configured tree, and takes less time for fewer rows.
+        """Whether a round may have a tree of any size up to the configured tree.
 
-        If False, a round must have one of the layout's trees, and a staged round the tree of `RoundLayout.for_batch`,
-        because kernels and CUDA graphs exist only for these trees."""
+        Then a smaller tree also takes less time.  If False, a round must have one of the trees of RoundLayout.choices,
+        and a staged round must have the tree of RoundLayout.for_batch.  Kernels and CUDA graphs exist only for these
+        trees."""
         ...
 
     @property
     def failure(self) -> Exception | None:
-        """The reason why no launch can run any more, because another rank has failed; None if launches can run."""
+        """The error of another rank that has failed; None if none has failed.  After a failure, no launch can run."""
         ...
 
     def launch(self, launch_input: LaunchInput) -> LaunchHandle:
@@ -195,8 +196,9 @@ class StagedRound:
 
 
 def make_draft_guide(guide_rows: DraftGuideRows, batch: int, ask_beam_masks: AskBeamMasks) -> DraftGuide:
-    """Returns what grammars allow the draft to propose, for a batch, as tensors on the host.  ask_beam_masks: returns
-    which tokens may follow the draft's rows."""
+    """Returns the DraftGuide of a batch: the tokens that grammars let the draft propose, as tensors on the host.
+
+    ask_beam_masks: a function that returns which tokens may follow the draft's beams."""
     forced, masks, levels = map(torch.from_numpy, guide_rows.for_full_batch(batch))
 
     def ask_allowed_tokens(tokens: Tensor, ancestor_bits: Tensor) -> tuple[Tensor, Tensor]:

@@ -29,7 +29,7 @@ PART_ALIGNMENT = 2
 
 @dataclass(frozen=True)
 class LaunchBuffer:
-    """A packed launch: on the host as pack_launch makes it, or a copy on the device.
+    """A packed launch: either on the host, as `pack_launch` makes it, or a copy on the device.
 
     vector: [n] int64, a NumPy array on the host and a tensor on the device.  Each part is padded with zeros to a
     multiple of PART_ALIGNMENT.  part_sizes: (name, length) of each part, in order, without this padding.
@@ -105,8 +105,8 @@ def pack_launch(
 ) -> LaunchBuffer:
     """Packs a launch input.  ring_entry: entry of the results ring; form: the launch's form, padding included.
 
-    has_snapshots: whether the vector has snapshot parts even if the launch takes no snapshot.  If layers keep recurrent
-    states, their graphs always read these parts.
+    has_snapshots: whether the vector has snapshot parts even if the launch takes no snapshot.  The CUDA graphs of
+    models with recurrent states always read these parts.
     Padding requests have slot 0 and no tokens.  Padding pieces have no tokens and belong to the last request.
     Raises EspalierError if the slot table or the vector is too small."""
     updates = table.init_updates(launch_input.slot_inits)
@@ -169,7 +169,8 @@ def _padded_sizes(layout: RoundLayout, launch_input: LaunchInput, form: LaunchFo
 def _source_updates(table: SlotTable, launch_input: LaunchInput) -> dict[str, ScatterUpdate]:
     """Returns the slot-table updates for a round's guesses, survival table and draft skills.
 
-    In `survival`, a padding zero is written to kind 0, which no guess has; in `draft_skill`, to the dummy slot."""
+    An update may be padded with zeros.  In `survival`, these are written to kind 0, which no guess has.  In
+    `draft_skill`, they are written to the dummy slot."""
     if not table.layout.calibrates_scores:
         return {}
     survival = np.zeros(0, dtype=np.float32) if launch_input.survival is None else launch_input.survival.reshape(-1)
@@ -182,6 +183,7 @@ def _source_updates(table: SlotTable, launch_input: LaunchInput) -> dict[str, Sc
 
 
 def _piece_parts(launch_input: LaunchInput, form: LaunchForm) -> dict[str, np.ndarray]:
+    """Returns the three parts that describe the pieces of a prefill pass, padded to the form's number of pieces."""
     request = offset = last = np.zeros(0, dtype=np.int64)
     if form.pieces:
         pieces = launch_input.pieces or tuple((row, 0) for row in range(len(launch_input.slots)))

@@ -116,7 +116,7 @@ class Launch:
 class DraftTree:
     """The tree of one request in one round.
 
-    path_rows: the indices of the accepted nodes, from the root down.  All other lists have one entry for each node."""
+    path_rows: the node indices of the accepted path, from the root down.  Other lists have an entry for each node."""
 
     tokens: list[int]
     parents: list[int]
@@ -129,7 +129,8 @@ class DraftTree:
 class RoundTrace:
     """One round of one request, passed to `Scheduler.on_round`.
 
-    The round committed rows prefix_len .. prefix_len + len(emitted) - 1 of `pages`, which hold page_size rows each.
+    prefix_len: the number of rows committed before the round.  emitted: the emitted tokens.  pages: the request's
+    pages, of page_size rows each, which hold the committed rows in order.
     """
 
     request_id: str
@@ -230,10 +231,14 @@ def prompt_rows_of(batch: list[Request], prefill: PrefillPass) -> PromptRows | N
     return PromptRows(tuple(spans), tuple(num_top or 0 for num_top in num_top_by_request))
 
 
-def slot_init(request: Request, tokens: list[int], start: int, commit_from: int, end: int, steps: int) -> SlotInit:
+def slot_init(
+    request: Request, tokens: list[int], start: int, commit_from: int, max_num_tokens: int, steps: int
+) -> SlotInit:
     """Returns the values that fill the slot of a request when the request gets the slot.
 
-    tokens, start, commit_from, end: as in SlotInit.  steps: RoundLayout.steps, the depth of the deepest tree."""
+    tokens: the prompt and the output so far.  start: the index of the first row to compute.
+    commit_from: the number of rows in shared pages, which are never written.
+    max_num_tokens: the number of tokens at which the request ends.  steps: the depth of the deepest tree."""
     params = request.params
     assert request.slot is not None
     return SlotInit(
@@ -243,7 +248,7 @@ def slot_init(request: Request, tokens: list[int], start: int, commit_from: int,
         pages=tuple(request.pages),
         start=start,
         commit_from=commit_from,
-        end=end,
+        end=max_num_tokens,
         depth_limit=params.depth_limit(steps),
         sampling={
             **params.slot_values(),

@@ -129,7 +129,7 @@ class MaskBuilder:
     def guide_rows(self, maskers: Maskers) -> DraftGuideRows | None:
         """Returns the forced tokens and masks for the draft of a round; None without a tree or a grammar.
 
-        Called once a round, so this also halves the used times that earlier rounds left."""
+        Called once in each round.  So it also halves the times that the maskers have used in earlier rounds."""
         rows = _rows_with_masker(maskers)
         self._halve_used_time()
         if not rows or not self.steps:

@@ -18,7 +18,7 @@ MAX_STALE_ENTRIES = 4
 class QueueEntry(NamedTuple):
     """A request in the queue.
 
-    number: counts the entries, so that requests with equal arrivals leave in the order in which they were added."""
+    number: the number of entries added before.  It orders requests with equal arrival_index."""
 
     arrival_index: int
     number: int
@@ -36,7 +36,8 @@ class ClientQueue:
         self.heap: list[QueueEntry] = []
 
 
-# Preempted requests wait as if they all came from this client, and go first.  So they use no turn of their own client.
+# Preempted requests wait as if they all came from this client, which comes before all others.  So a preempted request
+# does not use a turn of its own client.
 PREEMPTED_CLIENT = None
 
 
@@ -146,8 +147,9 @@ class WaitingQueue:
         return min(self._by_priority)
 
     def pop(self, gets_slot: bool) -> QueueEntry:
-        """Removes and returns the entry of the request that `peek` returned.  gets_slot: False if the entry is only set
-        aside, and will be put back (`put_back`)."""
+        """Removes and returns the entry of the request that `peek` returned.
+
+        gets_slot: whether the request gets a slot.  If False, the caller later puts the entry back (`put_back`)."""
         priority = self._first_priority
         entry = self._by_priority[priority].pop(gets_slot)
         del self._valid_numbers[entry.request]

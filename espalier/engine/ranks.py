@@ -24,7 +24,7 @@ from espalier.engine.launch_input import LaunchInput, RequestResult
 from espalier.engine.masks import BeamMasks, DraftGuideRows, NodeMasks
 from espalier.errors import EspalierError
 
-# A rank sends a heartbeat each HEARTBEAT_S.
+# In seconds: the time between two heartbeats, and the longest silence and lag of a rank that has not failed.
 HEARTBEAT_S, MAX_SILENCE_S, MAX_LAG_S = 0.5, 10.0, 10.0
 # One failure causes others.  The thread waits this long for further failures, and reports the first cause.
 FAILURE_GRACE_S = 0.5
@@ -41,7 +41,8 @@ class RankFailed(RuntimeError):
 
 
 class LoadModels(NamedTuple):
-    """Load the models.  source: pickled; source.load(rank) loads the models and returns the rank's executor."""
+    """Load the models.  source: an object that can be pickled.  Its method `load` takes a rank's number, loads the
+    models and returns the rank's executor."""
 
     source: Any
 
@@ -90,7 +91,7 @@ class Heartbeat(NamedTuple):
 
 
 class ModelsLoaded(NamedTuple):
-    """The rank has loaded its models.  number: counts the loads from 1; 0 means that the process has started."""
+    """The rank has loaded its models.  number: how often it has loaded models; 0 if only its process has started."""
 
     number: int
 
@@ -225,8 +226,8 @@ class OtherRanks:
         raise self.failure
 
     def wait_until_loaded(self) -> None:
-        """Waits until every rank has loaded, or until every rank has started if no load was sent.  Raises the errors of
-        `wait_for_messages`."""
+        """Waits until every rank has loaded its models.  If `load` was not called, waits until every process has
+        started.  Raises the errors of `wait_for_messages`."""
         if self.num_load_messages <= self.num_loads_sent:
             self.wait_for_messages(ModelsLoaded, self.num_loads_sent)
             self.num_load_messages = self.num_loads_sent + 1
@@ -238,7 +239,7 @@ class OtherRanks:
         return self.num_launched
 
     def wait_for_messages(self, message_type: type, number: int = 0) -> list[Any]:
-        """Waits until every rank has sent this kind of message with this number.  Returns the messages in rank order.
+        """Waits until every rank has sent a message of this type with this number.  Returns them in rank order.
 
         Raises RankFailed, or the EspalierError of a rank.
         """

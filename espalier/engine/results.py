@@ -27,10 +27,10 @@ from espalier.speculate.tree import VOID, Tree
 
 @dataclass(frozen=True)
 class ResultColumns:
-    """The columns of a row of the ring: for each value of a request's output a slice of [0, width).
+    """The columns of a row of the ring, which has `width` columns.  Each field is the slice that holds one value.
 
-    length: the number of emitted tokens.  num_finite: how many of these come before the first one with non-finite
-    logits.  emitted: the emitted tokens.  path: the indices of the accepted nodes, the root first.
+    length: the number of emitted tokens.  num_finite: how many emitted tokens come before the first token with
+    non-finite logits.  emitted: the emitted tokens.  path: the indices of the accepted nodes, the root first.
     tokens, parents, depths, scores: of all nodes.  own_text_paths, candidates: as in RequestResult, as int64 values.
     logprobs: for each emitted token a row as in espalier/logprobs.py; undefined if the request wants none.
     max_top_logprobs: how many likeliest tokens a row of `logprobs` has: MAX_LOGPROBS, or fewer with a small vocabulary.
@@ -176,9 +176,10 @@ def _read_candidates(
 def _sibling_ranks(
     columns: ResultColumns, ring_entry: np.ndarray, is_node: np.ndarray, lengths: list[int]
 ) -> tuple[list[tuple[int, ...]], list[bool]]:
-    """Returns AcceptanceSample.sibling_ranks and AcceptanceSample.is_leaf of each request.  lengths: of the paths.
+    """Returns AcceptanceSample.sibling_ranks and AcceptanceSample.is_leaf of each request.
 
-    Nodes are in the order of their scores, so a node's rank is the number of siblings before it."""
+    lengths: how many nodes each accepted path has, including the root.  The nodes of a tree are in the order of their
+    scores, so a node's rank is the number of its siblings with lower indices."""
     parents = np.where(is_node, ring_entry[:, columns.parents], VOID)
     parents[:, 0] = VOID  # the root is its own parent
     paths, ranks, is_leaf = ring_entry[:, columns.path].tolist(), [], []

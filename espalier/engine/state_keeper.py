@@ -62,9 +62,10 @@ class NoStateKeeper:
 
 @dataclass
 class RequestSnapshots:
-    """The snapshots of a running request, as (number of tokens up to the end of the page, row of the snapshot).
+    """The snapshots of a running request.  A snapshot belongs to a page.  It is stored as a pair: the number of tokens
+    up to the end of the page, and the row of the state table.
 
-    planned_ends: the page ends of the prompt that will get a snapshot, ascending, in tokens.
+    planned_ends: the page ends in the prompt that will get a snapshot, ascending, as numbers of tokens.
     taken_snapshots: the snapshots that prefill passes took, for pages that are not in the prefix tree yet.
     pending_snapshot: the snapshot that rounds will take next; last_snapshot: the last snapshot that rounds took."""
 
@@ -100,7 +101,7 @@ class StateKeeper(NoStateKeeper):
 
     def enter_slot(self, request: Request, first_row: int, num_cached_tokens: int) -> tuple[int, int]:
         assert request.slot is not None
-        # The number of cached pages whose snapshots are states at or before `first_row`.
+        # The number of cached pages whose snapshots, if they have one, are states at or before row `first_row`.
         reached = self.layout.num_full_pages(min(num_cached_tokens, first_row + self.tokens_before_end))
         hit_index = self.snapshot_rows.last_with_snapshot(request.pages[:reached])
         row, end = ZERO_ROW, 0

@@ -1,4 +1,4 @@
-"""Pieces of a prefill pass.  A piece is some consecutive tokens of one request, and a request may have several.
+"""Pieces of a prefill pass.  A piece is some consecutive tokens of one request.  A request may have several pieces.
 
 All pieces have one width.  A piece attends to the request's earlier pieces through the pages.  So each layer writes the
 rows of a pass to the pages before it attends.
@@ -25,9 +25,9 @@ class Pieces(NamedTuple):
 
 
 class LastTokens(NamedTuple):
-    """The places of the last token of each piece, and of each request, in a prefill pass.
+    """Where the last token of each piece, and of each request, is in a prefill pass.
 
-    row: [P], the index of a piece's last token among the piece's rows.  slots: [B], the requests' slots.
+    row: [P], the index of a piece's last token among the rows of the piece.  slots: [B], the requests' slots.
     piece: [B], the index of each request's last piece; None if each request has one piece.  For a request without
     tokens, this may be the index of any piece."""
 
@@ -42,10 +42,10 @@ class LastTokens(NamedTuple):
 
 @dataclass(frozen=True)
 class PieceRows:
-    """The rows of a prefill pass, one batch row for each piece.
+    """A prefill pass as a batch of pieces: each piece is one row of the batch.
 
-    slots: [P], the request's slot for each piece, with the tokens of its earlier pieces added to prefix_len and
-    num_tokens.  length: [P], the number of tokens of each piece.  request_slots: [B], the requests' slots.
+    slots: [P], the slot-table values of each piece's request.  The tokens of the request's earlier pieces are added to
+    prefix_len and num_tokens.  length: [P], the number of tokens of each piece.  request_slots: [B], the requests' slots.
     last_piece: [B], the index of each request's last piece; None if each request has one piece."""
 
     slots: BatchState
@@ -68,4 +68,5 @@ class PieceRows:
 
     @property
     def last_tokens(self) -> LastTokens:
+        """Where the last tokens of pieces and requests are."""
         return LastTokens((self.length - 1).clamp(min=0), self.last_piece, self.request_slots)

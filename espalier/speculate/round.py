@@ -1,8 +1,8 @@
 """One round of speculative decoding for a batch, in four stages: begin, propose, verify, settle.
 
 On a GPU, a round is one CUDA graph.  If the host computes token masks from the proposed trees, each stage has graphs of
-its own.  Eager launches and captures run the same code.  Captured shapes are static, and only the slot table, the pages
-and the recurrent states keep data from one launch to the next.
+its own.  Eager launches run the code that is captured.  Captured shapes are static.  Only the slot table, the pages and
+the recurrent states keep data from one launch to the next.
 `prefill` does the same work for a chain of known tokens instead of a tree.
 """
 
@@ -38,8 +38,9 @@ class ModelRunner:
     cache: the KV cache and recurrent states of the target's layers.
     shares_noise: whether the draft scores tokens with the random noise that the target samples with, so that more
     sampled tokens are accepted; False only for measurements.
-    trims_trees: whether the nodes at the end that no tree of the batch uses are left out of the verify pass.  If so,
-    the host waits for the trees, and shapes differ from round to round, which a CUDA graph does not allow."""
+    trims_trees: whether the last nodes of the trees are left out of the verify pass if they are void in all trees of
+    the batch.  Then the host waits for the trees, and shapes differ from round to round, so no CUDA graph is possible.
+    """
 
     layout: RoundLayout
     table: SlotTable
@@ -50,7 +51,9 @@ class ModelRunner:
     trims_trees: bool = False
 
     def for_batch(self, batch: int) -> "ModelRunner":
-        """Returns the runner for rounds of `batch` requests, whose tree may be smaller.  Models and buffers are shared.
+        """Returns the runner for rounds of `batch` requests, with the tree of this batch size (RoundLayout.for_batch).
+
+        Both runners share models and buffers.
 
         Raises EspalierError if batch is above max_batch.
         """
@@ -65,16 +68,16 @@ class ModelRunner:
     def captured_passes(self) -> tuple[LaunchForm, ...]:
         """The forms of prefill passes that can be CUDA graphs.
 
-        If layers keep recurrent states, passes of about chunk_size rows are captured too.  Such layers have many
-        kernels, so a host would launch the kernels of a pass more slowly than a GPU runs them."""
+        If layers keep recurrent states, passes of about chunk_size rows are captured too.  Such layers have so many
+        kernels that a host would launch the kernels of a pass more slowly than a GPU runs them."""
         if not (self.cache.backend.captures_prefill and self.drafter.captures_prefill):
             return ()
         full = () if self.cache.states is None else self.layout.captured_full_passes
         return self.layout.captured_passes + full
 
     def for_tree(self, tree: TreeShape | None) -> "ModelRunner":
-        """Returns the runner for rounds with this tree at every batch size.  tree: None for the layout's trees.  Models
-        and buffers are shared."""
+        """Returns a runner for rounds with this tree at every batch size; this runner if `tree` is None.  Both share
+        models and buffers."""
         return self if tree is None else self._for_layout(self.layout.with_tree(tree))
 
     def _for_layout(self, layout: RoundLayout) -> "ModelRunner":
@@ -96,7 +99,7 @@ class ModelRunner:
         )
 
     def shared_rows(self, batch: int) -> int:
-        """Returns how many rows of a verify pass the batch shares; 0 if each request has rows of its own."""
+        """Returns how many rows of a verify pass are shared by the batch; 0 if each request has a fixed number of rows."""
         shared = self.layout.shared_rows
         return batch * shared if batch and shared < self.layout.num_draft_tokens else 0
 
@@ -119,13 +122,14 @@ class ModelRunner:
 class RoundOutput:
     """The output of a launch.  W is 1 for a prefill pass, and S + 1 for a round.
 
-    path: the accepted nodes and the emitted tokens; logits: [B, R, V], of R rows of each request; num_logprobs: [B], as
-    in BatchState.
-    logit_rows: [B, W], the index in [0, R) of the logits that each emitted token was picked from.
+    path: the accepted nodes and the emitted tokens.  num_logprobs: [B], as in BatchState.
+    logits: [B, R, V], for R rows of each request.  logit_rows: [B, W], the row in [0, R) from whose logits each emitted
+    token was picked.
     tree: the tree of a round; None for a prefill pass.
     prompt_logprobs: [N], for the prompt rows whose log-probabilities are wanted; None without such rows.
-    own_text_paths: [B, P · (1 + S)], the paths that the device found in the request's own text; candidates: [B, D], all
-    nodes, even those that got no shared row (SlotTable).  Both are None unless scores are calibrated."""
+    own_text_paths: [B, P · (1 + S)], the P paths that the device found in the request's own text.  candidates: [B, D],
+    all drafted nodes, also those that got none of the batch's shared rows.  Both as in SlotTable; None unless scores
+    are calibrated (speculate/sources/calibrate.py)."""
 
     path: AcceptedPath
     logits: Tensor
@@ -141,8 +145,8 @@ class RoundOutput:
 class RoundStage:
     """The data that all stages of a round have.
 
-    runner: the runner for this batch size, and after the propose stage for the size of the trees; slots: the slot-table
-    rows of the batch; snapshots: the copies of recurrent states that `commit` makes."""
+    runner: the runner for this batch size.  After the propose stage, its layout has the size of the proposed trees.
+    slots: the slot-table rows of the batch.  snapshots: the copies of recurrent states that `commit` makes."""
 
     runner: ModelRunner
     slots: BatchState
@@ -255,7 +259,7 @@ def chosen_rows(proposed: ProposedRound) -> ChosenRows | None:
 
 
 def settle(verified: VerifiedRound, mask: Tensor | None = None) -> RoundOutput:
-    """Runs the last stage: samples the target's tokens, accepts a path, commits it, and runs the draft over its tokens.
+    """Runs the last stage: samples the target's tokens, accepts and commits a path, and runs the draft over its tokens.
 
     mask: [B, D, ceil(V / 32)] int32, with a bit for each token that says whether the token may follow the node
     (sampling/mask.py).  None allows all tokens.
@@ -362,7 +366,7 @@ def compute_prompt_logprobs(
 ) -> Logprobs:
     """Returns the log-probabilities of the prompt tokens that follow `rows`.
 
-    The last of these tokens may be the first token of the next pass.
+    The last of these prompt tokens may be the first token of the next pass.
     """
     following = rows.select(slots.history_at(positions + 1))
     max_rows = max_logit_rows(runner.target.config.vocab_size)
@@ -370,8 +374,8 @@ def compute_prompt_logprobs(
 
 
 def num_nodes_to_run(tree: Tree, max_accept_depth: Tensor) -> int:
-    """Returns how many nodes of each tree the verify pass must run.  Void nodes, and nodes too deep to be accepted, are
-    left out if they stand at the end of all trees."""
+    """Returns n: the verify pass must run the first n nodes of each tree.  In every tree of the batch, the later nodes
+    are void, or too deep to be accepted."""
     is_offered = ((tree.tokens != VOID) & (tree.depths <= max_accept_depth[:, None])).any(0)
     is_offered[0] = True
     return 1 + int(is_offered.nonzero()[-1])
