@@ -14,7 +14,7 @@ def max_logit_rows(vocab_size: int) -> int:
 
 
 def node_slices(batch: int, num_nodes: int, vocab_size: int) -> list[slice]:
-    """Returns slices of the node numbers 0 .. num_nodes - 1, in order.  The verify pass computes the logits of one slice
-    of every tree at a time.  If all logits fit into MAX_NODE_LOGIT_BYTES, there is one slice."""
+    """Returns slices of the node indices 0 .. num_nodes - 1, in order.  The verify pass computes the logits of one
+    slice of all trees at a time.  If all logits fit into MAX_NODE_LOGIT_BYTES, there is one slice."""
     width = max(1, MAX_NODE_LOGIT_BYTES // (4 * vocab_size * max(batch, 1)))
     return [slice(first, min(first + width, num_nodes)) for first in range(0, num_nodes, width)]

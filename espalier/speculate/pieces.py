@@ -45,7 +45,7 @@ class PieceRows:
     """A prefill pass as a batch of pieces: each piece is one row of the batch.
 
     slots: [P], the slot-table values of each piece's request.  The tokens of the request's earlier pieces are added to
-    prefix_len and num_tokens.  length: [P], the number of tokens of each piece.  request_slots: [B], the requests' slots.
+    prefix_len and num_tokens.  length: [P], the number of tokens of each piece.  request_slots: [B], the slot numbers.
     last_piece: [B], the index of each request's last piece; None if each request has one piece."""
 
     slots: BatchState

@@ -99,7 +99,7 @@ class ModelRunner:
         )
 
     def shared_rows(self, batch: int) -> int:
-        """Returns how many rows of a verify pass are shared by the batch; 0 if each request has a fixed number of rows."""
+        """Returns how many rows of a verify pass the batch shares; 0 if each request has a fixed number of rows."""
         shared = self.layout.shared_rows
         return batch * shared if batch and shared < self.layout.num_draft_tokens else 0
 
@@ -220,7 +220,7 @@ def propose(begun: BegunRound, guide: DraftGuide | None = None) -> ProposedRound
     check_tree(begun.runner.layout, tree, begun.slots.batch)
     runner = begun.runner
     if runner.shared_rows(begun.slots.batch):
-        # Nodes that are too deep to be accepted are dropped first, so that they take no row from another request.
+        # Nodes that are too deep to be accepted are dropped first, so that they take no shared row from other nodes.
         tree = tree.limit_depth(begun.slots.max_accept_depth)
         tree = tree.keep_nodes(tree.best_nodes(runner.shared_rows(begun.slots.batch)))
     if runner.trims_trees:

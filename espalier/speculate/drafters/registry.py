@@ -1,4 +1,4 @@
-"""The draft formats, one of which is chosen by config.json, and the drafters that need no files."""
+"""The checkpoint formats of drafts, and the drafters that need no files.  config.json decides which format applies."""
 
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -32,7 +32,7 @@ FIRST_LAYER_WEIGHT = "model.layers.0.input_layernorm.weight"
 EAGLE_CHECKS = (
     "eagle_aux_hidden_state_layer_ids (top-level ids name layers' inputs, those in eagle_config their outputs)"
 )
-# Two mistakes leave an accept length near 1: layer ids off by one, and the wrong row for depth 1.
+# With layer ids that are off by one, or the wrong row for depth 1, the accept length is near 1.
 BLOCK_CHECKS = (
     "the target layers that it reads (target_layer_ids name their outputs, aux_hidden_state_layer_ids their "
     "inputs), mask_token_id and sample_from_anchor"
@@ -108,7 +108,7 @@ BUILT_IN_FORMATS = (
         sharding="as target",
     ),
 )
-# The formats, by algorithm.  To add a format from outside this package: DRAFT_FORMATS[FORMAT.algorithm] = FORMAT.
+# The formats, by algorithm.  Code outside this package adds a format so: DRAFT_FORMATS[FORMAT.algorithm] = FORMAT.
 DRAFT_FORMATS: dict[str, DraftFormat] = {draft_format.algorithm: draft_format for draft_format in BUILT_IN_FORMATS}
 # Names of unsupported drafts, by architecture or speculators_model_type.
 UNSUPPORTED_DRAFTS = {
@@ -121,8 +121,9 @@ UNSUPPORTED_MTP = {
     **dict.fromkeys(("Step3p5ForCausalLM", "Step3p5MTP"), "Step-3.5"),
     **dict.fromkeys(("Qwen3NextForCausalLM", "Qwen3NextMTP"), "Qwen3-Next"),
 }
-# Drafters that need no files, by algorithm.  To add one from outside this package: WITHOUT_FILES["name"] = ITS_CLASS.
-# Child processes see only entry points of installed packages, in the group ENTRY_POINTS.
+# Drafters that need no files, by algorithm.  Code outside this package adds one so: WITHOUT_FILES["name"] = ITS_CLASS.
+# Child processes do not see such an addition.  They find drafters only by the entry points (in the group ENTRY_POINTS)
+# of installed packages.
 WITHOUT_FILES: dict[str, type[DrafterWithoutFiles]] = {
     drafter.spec.algorithm: drafter for drafter in (NgramDrafter, NoDrafter)
 }
@@ -194,8 +195,8 @@ def _why_unknown(config_json: Json, path: Path) -> str:
 def is_draft(path: Path, is_expected: bool = False) -> bool:
     """Whether the directory holds a draft.
 
-    A target with its own MTP layers is a target.  A directory with such layers alone has the target's config.json, but
-    no first layer, so it is a draft.
+    A target with its own MTP layers is no draft.  A directory with MTP layers alone is a draft: it has the target's
+    config.json, but not the target's first layer.
     is_expected: raise EspalierError, as format_of does, if the directory holds neither a target nor a known draft.
     """
     if is_gguf(path):
@@ -242,8 +243,9 @@ def read_draft(path: Path | str, target: ModelConfig) -> DraftConfig:
 
 
 def draft_shards(config: DraftConfig | None, shards: Shards) -> Shards:
-    """Returns the part of a draft for a rank that holds `shards` of the target; SINGLE_RANK for the whole draft.
-    config: None for a drafter without a model."""
+    """Returns the part of a draft that a rank holds; SINGLE_RANK if the rank holds the whole draft.
+
+    config: None for a drafter without a model.  shards: the part of the target that the rank holds."""
     if config is None or shards.count == 1:
         return SINGLE_RANK
     sharding = DRAFT_FORMATS[config.spec.algorithm].sharding
@@ -261,11 +263,10 @@ def load_draft(
     position_rows: int,
     shards: Shards = SINGLE_RANK,
 ) -> DraftModel:
-    """Loads a draft.  The target must have been loaded with captured_layers=read_draft(path,
-    target.config).spec.captured_layers.
+    """Loads a draft.  Raises EspalierError, which names the part that does not fit the target.
 
-    shards: the part of the target that this rank holds; draft_shards gives the part of the draft.
-    Raises EspalierError, which names the part that does not fit.
+    target: loaded with captured_layers=read_draft(path, target.config).spec.captured_layers.
+    position_rows: the number of rows of position tables.  shards: the part of the target that this rank holds.
     """
     path = Path(path)
     config = read_draft(path, target.config)
