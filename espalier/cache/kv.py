@@ -1,4 +1,4 @@
-"""The tensors of the KV cache: pages hold committed rows, staging holds the rows of the current pass.
+"""The tensors of the KV cache: pages hold committed rows, staging buffers hold the rows of the current pass.
 
 Only `commit` and `commit_layer` copy rows from staging to pages.  The index of a page row is page * page_size + offset
 (kernels/ops/state.py).  cache/pages.py tracks the holders of each page.  A staged row with destination 0 is not copied.
@@ -22,9 +22,9 @@ from espalier.layout import RoundLayout
 
 @dataclass
 class LayerStack:
-    """The planes of a group of layers with equal `cache_spec`.
+    """The KV tensors of a group of layers with equal `cache_spec`.
 
-    planes: for each plane of a layer (such as K and V), a tensor [layers, rows, heads, size].
+    planes: for each kind of row that a layer keeps (such as K, or V), a tensor [layers, rows, heads, size].
     """
 
     layers: tuple[int, ...]
@@ -34,7 +34,7 @@ class LayerStack:
 def allocate_stacks(
     specs: Sequence[LayerSpec], layers: range, num_rows: int, dtype: torch.dtype, device: torch.device
 ) -> list[LayerStack]:
-    """Allocate a zeroed stack for each group of `layers` that keeps rows, so that one launch commits a whole group.
+    """Allocate a zeroed LayerStack for each group of `layers` that keeps rows.  One launch commits a whole group.
 
     A layer that reads another layer's rows has no rows of its own, so it is in no stack.  dtype: the model's dtype.
     """
@@ -105,10 +105,10 @@ class StagedKV:
 
 
 class PagedKV:
-    """The pages: committed rows of the target's layers, then of the draft's layers.
+    """The pages, which hold the committed rows of all layers: the target's layers, then the draft's layers.
 
-    layers: each layer's planes [rows, heads, size].  scales: the scales of each layer with FP8 rows, which are 1 if the
-    checkpoint has no scales.
+    layers: by layer, its planes [rows, heads, size].  scales: by layer, for layers with FP8 rows; 1 if the checkpoint
+    has no scales.
     """
 
     def __init__(
@@ -172,7 +172,7 @@ def bytes_per_token(specs: Sequence[LayerSpec], dtype: torch.dtype) -> int:
 def bytes_beside_pages(
     layout: RoundLayout, target: Sequence[LayerSpec], draft: Sequence[LayerSpec], dtype: torch.dtype
 ) -> int:
-    """Returns the cache's bytes besides pages and snapshots: staging, and the states of the slots and the spare row."""
+    """Returns the bytes of staging buffers, and of the recurrent states of all slots and the spare row."""
     states = table_rows(layout, 0) * bytes_per_state(target, dtype)
     states += layout.verify_rows * bytes_of_staged_node(target, dtype)
     rows = layout.target_rows * bytes_per_token(target, dtype) + layout.draft_rows * bytes_per_token(draft, dtype)

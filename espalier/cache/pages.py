@@ -19,12 +19,13 @@ class PageDefect(AssertionError):
 
 
 class PagePool:
-    """Reference counts of pages 1 .. num_pages - 1.  Page 0 is the dummy page of padding: never allocated, never free.
+    """Reference counts of pages 1 .. num_pages - 1.  Page 0 is a dummy for padding: it is never allocated and never
+    free.
 
-    `allocate` takes the pages that were released last, in the order in which their holder had them.  If no released
-    page is free, `allocate` takes the lowest numbers.  So allocations are deterministic and cost O(1) per page, and
-    pages that are not needed are never written.  Consecutive pages stay together, so that attention can copy their rows
-    as one block (kernels/attention/kv_splits.py).
+    `allocate` takes the pages that were released last, in the order in which their holder had them.  If all released
+    pages are in use again, `allocate` takes the lowest page numbers that were never used.  So allocations are
+    deterministic and cost O(1) per page, and pages that are not needed are never written.  Pages with consecutive
+    numbers stay together, so that attention can copy their rows as one block (kernels/attention/kv_splits.py).
 
     on_sharing_changed: a function that is called with (page, True) when a page gets its second holder, and with
     (page, False) when only one holder is left.
@@ -100,17 +101,19 @@ class SnapshotRows:
         self._row_of_page: OrderedDict[int, int] = OrderedDict()
 
     def allocate(self) -> int | None:
-        """Take a free row, else the least recently used snapshot's row.  Returns None if requests hold all rows."""
+        """Take a free row.  If none is free, take the row of the least recently used snapshot of a page.  Returns None
+        if requests hold all rows."""
         if self._free_rows:
             return self._free_rows.pop()
         return self._row_of_page.popitem(last=False)[1] if self._row_of_page else None
 
     def release(self, row: int) -> None:
-        """Make a row free that a request held."""
+        """Free a row that a request held."""
         self._free_rows.append(row)
 
     def attach(self, page: int, row: int) -> None:
-        """Make a request's row the snapshot of a page of the tree.  If the page has a snapshot, the row is freed."""
+        """Make a request's row the snapshot of a page in the prefix tree.  If the page already has a snapshot, the row
+        is freed instead."""
         if page in self._row_of_page:
             self.release(row)
         else:
@@ -126,7 +129,7 @@ class SnapshotRows:
         return self._row_of_page[page]
 
     def detach(self, page: int) -> None:
-        """Free the row of a page's snapshot, because the page leaves the tree.  A page may have no snapshot."""
+        """Free the row of a page's snapshot, if it has one, because the page leaves the prefix tree."""
         row = self._row_of_page.pop(page, None)
         if row is not None:
             self.release(row)

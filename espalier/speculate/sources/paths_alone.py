@@ -1,7 +1,7 @@
-"""Makes the trees of the host's guesses in a round without a draft pass, on a CPU.
+"""For a round without a draft pass, on a CPU: makes the trees from the host's guesses alone.
 
-merge_paths.py would make the same trees from the roots and the paths of sent.py.  For so few nodes, a loop over single
-nodes is faster than operations on tensors.
+merge_paths.py would make the same trees from the paths of sent.py.  These trees have so few nodes that a loop over
+single nodes is faster than operations on tensors.
 """
 
 import math
