@@ -1,7 +1,7 @@
 """Makes the token masks of one output under a grammar: for the next token, and for every node of a draft tree.
 
-xgrammar's matcher walks the tree depth first.  It accepts a node's token, fills the node's mask, and rolls back after
-the node's descendants.  So each mask depends on the tokens of the node's own path.
+xgrammar's matcher walks the tree depth first.  It accepts a node's token, fills the node's mask, visits the node's
+descendants, and then rolls the node's token back.  So each mask depends only on the path from the root to the node.
 """
 
 from collections.abc import Callable, Sequence
@@ -61,7 +61,7 @@ class GrammarMasker:
             text_tail = self._tail_after(self.text_tail, token_id)
             self.start_marker, self.text_tail = (None, b"") if text_tail is None else (self.start_marker, text_tail)
         elif not self.matcher.is_terminated() and not self._accept(token_id):
-            # Correct masks never lead here.  A wrong mask ends only this request with an error.
+            # This never happens if the masks are correct.  If a mask is wrong, only this request ends with an error.
             self._has_rejected = True
 
     @property
@@ -136,7 +136,8 @@ class GrammarMasker:
             self._fill_masks_before_marker(tokens, parents, out)
 
     def _fill_masks(self, nodes: list[int], tokens: Sequence[int], parents: Sequence[int], out: np.ndarray) -> None:
-        """Fill the masks of `nodes`: a node and its descendants.  The matcher is in the state of the first node."""
+        """Fill the masks of `nodes`: a node and its descendants.  The matcher has read the text up to the first
+        node."""
         if self.matcher.is_terminated():
             return
         index_of_node = {node: i for i, node in enumerate(nodes)}
@@ -161,7 +162,8 @@ class GrammarMasker:
             out[nodes] = masks
 
     def _fill_masks_before_marker(self, tokens: Sequence[int], parents: Sequence[int], out: np.ndarray) -> None:
-        """Fill the masks while the marker is not complete.  The grammar begins at nodes that complete the marker."""
+        """Fill the masks of a tree whose root comes before the end of the marker.  The grammar begins below each node
+        that completes the marker."""
         tails: list[bytes | None] = [self.text_tail]
         # For each node that completes the marker: the node and its descendants.
         nodes_from: dict[int, list[int]] = {}

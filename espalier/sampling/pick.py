@@ -39,7 +39,7 @@ def pick(
     noise: Tensor | None,
     drafted_ancestors: DraftedAncestors | None = None,
 ) -> SampledTokens:
-    """Pick the token of each row of logits [B, Q, V], drawn at positions [B, Q].
+    """Picks a token from each row of logits [B, Q, V].  positions: [B, Q], the positions of the picked tokens.
 
     The order of operations: bias, bans and penalties; temperature; top-k; top-p; min-p; argmax(logits / T + noise).
     All steps compute in float32, or in float64 for float64 logits.  Ties go to the lower id.  Temperature 0 is plain
@@ -83,7 +83,7 @@ def divide_by_temperature(logits: Tensor, params: SlotSamplingParams) -> Tensor:
 
 
 def scores_with_shared_noise(logits: Tensor, params: SlotSamplingParams, noise: Tensor) -> Tensor:
-    """Returns a draft's scores log_softmax(logits / T + g), with the noise g that the target will use.
+    """Returns a draft's scores log_softmax(logits / T + g), where g is the noise with which the target samples.
 
     logits: [B, Q, V], after bias and penalties.  Rows with temperature 0 give log_softmax(logits).  Emitted tokens do
     not depend on these scores.
@@ -106,8 +106,8 @@ def logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> Logprobs:
 def mix_bits(bits: Tensor) -> Tensor:
     """A one-to-one map of 32-bit numbers; every output bit depends on every input bit.  bits: int32, overwritten.
 
-    int32 needs half the memory traffic of int64, and its products wrap around.  Its >> copies the sign bit, so the
-    masks clear these copies."""
+    int32 needs half the memory traffic of int64, and products of int32 wrap around.  A right shift of int32 copies the
+    sign bit into the upper bits; the bitwise_and calls clear these copies."""
     bits ^= (bits >> 16).bitwise_and_(0xFFFF)
     bits *= 0x7FEB352D
     bits ^= (bits >> 15).bitwise_and_(0x1FFFF)
