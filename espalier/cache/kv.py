@@ -24,8 +24,7 @@ from espalier.layout import RoundLayout
 class LayerStack:
     """The KV tensors of a group of layers with equal `cache_spec`.
 
-    planes: for each kind of row that a layer keeps (such as K, or V), a tensor [layers, rows, heads, size].
-    """
+    planes: for each kind of row that a layer keeps (such as K, or V), a tensor [layers, rows, heads, size]."""
 
     layers: tuple[int, ...]
     planes: tuple[Tensor, ...]
@@ -60,8 +59,7 @@ def planes_by_layer(stacks: list[LayerStack], specs: Sequence[LayerSpec]) -> dic
 class StagedKV:
     """The staging buffers of a range of layers.  They hold the rows of the current pass.
 
-    layers: each layer's planes [rows, heads, size].
-    """
+    layers: each layer's planes [rows, heads, size]."""
 
     def __init__(self, specs: Sequence[LayerSpec], layers: range, rows: int, dtype: torch.dtype, device: torch.device):
         self.stacks = allocate_stacks(specs, layers, rows, dtype, device)
@@ -76,8 +74,7 @@ class StagedKV:
         """Returns [B · Q]: the staging rows of a pass with `positions` [B, Q].
 
         Each request has `width` staging rows.  The pass writes its rows first_row .. first_row+Q-1.  Raises
-        EspalierError if the buffer is too small.
-        """
+        EspalierError if the buffer is too small."""
         batch, queries = positions.shape
         self._require_room(batch, queries, width, first_row)
         return self.row_indices[: batch * width].view(batch, width)[:, first_row : first_row + queries].flatten()
@@ -85,8 +82,7 @@ class StagedKV:
     def staged_planes(self, layer: int, batch: int, queries: int, width: int, first_row: int) -> tuple[Tensor, ...]:
         """Returns a layer's staged rows up to the last row of this pass: for each plane [B, first_row+Q, heads, size].
 
-        Raises EspalierError if the buffer is too small.
-        """
+        Raises EspalierError if the buffer is too small."""
         sizes = batch, width, first_row + queries
         sizes_of_views, views = self._views.get(layer, (None, ()))
         if sizes_of_views != sizes:
@@ -108,8 +104,7 @@ class PagedKV:
     """The pages, which hold the committed rows of all layers: the target's layers, then the draft's layers.
 
     layers: by layer, its planes [rows, heads, size].  scales: by layer, for layers with FP8 rows; 1 if the checkpoint
-    has no scales.
-    """
+    has no scales."""
 
     def __init__(
         self,

@@ -44,8 +44,7 @@ class RotatedHeads(NamedTuple):
 @dataclass(frozen=True)
 class KVHeads:
     """K and V of each KV head, in two planes.  The sizes of K and V may differ.
-    dtype: the dtype of the planes; None for the model's dtype.  num_read_planes: how many planes attention reads.
-    """
+    dtype: the dtype of the planes; None for the model's dtype.  num_read_planes: how many planes attention reads."""
 
     kind: ClassVar[str] = "K and V heads"
     num_read_planes: ClassVar[int] = 2
@@ -81,8 +80,7 @@ class KVHeads:
 
         qkv: [N, heads + 2 · kv_heads, size], in the order q, k, v, or partial sums [splits, N, ...] of such a tensor
         (rotate_and_store).  qkv may be overwritten.  RotatedHeads are written as they are.
-        scales: the scales of FP8 planes.  Returns q [N, heads, k_size].
-        """
+        scales: the scales of FP8 planes.  Returns q [N, heads, k_size]."""
         if isinstance(qkv, RotatedHeads):
             write_rows(planes, rows, (qkv.k, qkv.v), scales)
             return qkv.q
@@ -96,8 +94,7 @@ class LatentKV:
     """One latent row [1, size] for each token, shared by all heads (MLA).  K is the whole row, V its first v_size
     values.  dtype: the dtype of the latent plane; None for the model's dtype.
     index_size: the number of values of the index key that the layer also keeps, in the model's dtype; 0 if it keeps no
-    index key.  A query attends to the rows whose index keys have the highest scores (kernels/ops/selection.py).
-    """
+    index key.  A query attends to the rows whose index keys have the highest scores (kernels/ops/selection.py)."""
 
     kind: ClassVar[str] = "a latent row"
     kv_heads: ClassVar[int] = 1
@@ -142,8 +139,7 @@ class LatentKV:
 
         q: [N, heads, nope + rope]: `nope` values that RoPE does not rotate, then `rope` values that it rotates.
         latent: [N, 1, size].  k_up: [heads, nope, v_size].  A head's key would be k_up · latent, followed by the
-        rotated part.  Instead of computing keys, this multiplies the queries by k_up.
-        """
+        rotated part.  Instead of computing keys, this multiplies the queries by k_up."""
         # Both parts of a query are written to one tensor, so that no further copy is needed to join the parts.
         out = q.new_empty(*q.shape[:2], self.size)
         write_latents(q, k_up, out, latent, LatentDestination(rotation, form, rows, planes[0], scales))
@@ -162,8 +158,7 @@ class RecurrentState:
     taps: the width of the convolution's kernel: how many input rows an output row reads; 1 for no convolution.
     heads: the number of heads, each with a state; 0 for a layer that has only a convolution, of conv_channels channels.
     delta: whether a new row's value replaces the value that its key reads from the state (the delta rule).  If false,
-    the new value is added.  units: whether q and k are scaled to unit length, and q is divided by √k_size.
-    """
+    the new value is added.  units: whether q and k are scaled to unit length, and q is divided by √k_size."""
 
     kind: ClassVar[str] = "a state"
     dtype: ClassVar[None] = None
@@ -208,8 +203,7 @@ class LayerSpec:
     shares_with: an earlier layer with the same `cache_spec`.  This layer reads that layer's rows and keeps none.
     topk: a query attends to the topk rows with the highest index scores; None for all rows.  The scores come from this
     layer's index keys, or from the last earlier layer with index keys.
-    v_is_k: whether V is computed from K's projection.
-    """
+    v_is_k: whether V is computed from K's projection."""
 
     heads: int
     cache_spec: CacheSpec
@@ -284,8 +278,7 @@ def layers_with_rows(specs: Sequence[LayerSpec], layers: Sequence[int]) -> list[
 def specs_of_rank(specs: Sequence[LayerSpec], shards: Shards) -> tuple[LayerSpec, ...]:
     """Returns the specs of one rank.  A rank has a part of the heads, but keeps whole latent rows.
 
-    Raises EspalierError if several ranks would have to divide a recurrent state.
-    """
+    Raises EspalierError if several ranks would have to divide a recurrent state."""
 
     def spec_of_rank(cache_spec: CacheSpec) -> CacheSpec:
         if isinstance(cache_spec, KVHeads):

@@ -28,8 +28,7 @@ class PagePool:
     numbers stay together, so that attention can copy their rows as one block (kernels/attention/kv_splits.py).
 
     on_sharing_changed: a function that is called with (page, True) when a page gets its second holder, and with
-    (page, False) when only one holder is left.
-    """
+    (page, False) when only one holder is left."""
 
     def __init__(self, num_pages: int):
         self.num_pages = num_pages
@@ -63,8 +62,7 @@ class PagePool:
     def release(self, pages: Iterable[int]) -> None:
         """Remove one reference from each page; a page without references is free.  Raises PageDefect for a free page.
 
-        num_release_calls counts these calls.  A request that needs more pages waits until this number changes.
-        """
+        num_release_calls counts these calls.  A request that needs more pages waits until this number changes."""
         self.num_release_calls += 1
         for page in reversed([*pages]):
             self._require_held(page, "released")
@@ -91,8 +89,7 @@ class PagePool:
 class SnapshotRows:
     """Tracks which rows of the state tables hold snapshots.  A snapshot is the recurrent state at the end of a page.
 
-    rows: the table rows that may hold snapshots.
-    """
+    rows: the table rows that may hold snapshots."""
 
     def __init__(self, rows: Iterable[int]):
         self._rows = tuple(rows)

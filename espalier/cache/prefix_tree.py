@@ -19,8 +19,7 @@ class PageNode:
     last_used: the tree's clock when the page was last used; never smaller than last_used of the node's children.
     has_draft_rows: whether the draft ran over the page's tokens.  Then it also ran over the tokens of all ancestors.
     num_pins: the number of children that cannot be evicted, plus 1 if a request holds the page.  A node can be evicted
-    only if num_pins is 0.
-    """
+    only if num_pins is 0."""
 
     page: int
     key: Hashable = ()
@@ -40,8 +39,7 @@ def page_keys(tokens: Sequence[int], num_pages: int, page_size: int) -> Iterator
 class PrefixTree:
     """Longest-prefix lookup and LRU eviction.  Eviction costs O(log n) for each page.
 
-    on_removed: a function that is called with each page that leaves the tree.
-    """
+    on_removed: a function that is called with each page that leaves the tree."""
 
     def __init__(self, pool: PagePool, page_size: int):
         self.pool = pool
@@ -61,8 +59,7 @@ class PrefixTree:
         """Returns the cached pages of the longest cached prefix of `tokens`, in order.  Marks these pages as used now.
 
         needs_draft_rows: whether to match only pages that have draft rows.  This method takes no reference to the
-        pages, so the caller must share them (PagePool.share) before the next eviction.
-        """
+        pages, so the caller must share them (PagePool.share) before the next eviction."""
         self._clock += 1
         node = self._root
         pages: list[int] = []
@@ -80,8 +77,7 @@ class PrefixTree:
 
         has_draft_rows: whether the draft ran over all of these tokens.  A page with equal tokens after the same prefix
         may be cached already.  Then the tree keeps the cached page, unless only the new page has draft rows.  The tree
-        takes a reference to each page that it adds.  The caller's references stay.
-        """
+        takes a reference to each page that it adds.  The caller's references stay."""
         if len(tokens) < len(pages) * self.page_size:
             raise ValueError(f"{len(pages)} pages of {self.page_size} tokens need more than the {len(tokens)} given")
         self._clock += 1
@@ -99,8 +95,7 @@ class PrefixTree:
     def evict(self, num_pages: int) -> int:
         """Free up to `num_pages` pages that only the tree holds, least recently used first.  Returns how many it freed.
 
-        A leaf that a request holds stays, with its ancestors.  Each request holds at most one leaf.
-        """
+        A leaf that a request holds stays, with its ancestors.  Each request holds at most one leaf."""
         num_evicted = 0
         held_leaves = []
         while num_evicted < num_pages and (leaf := self._pop_oldest_leaf()) is not None:
@@ -119,8 +114,7 @@ class PrefixTree:
 
         The ancestors of a page that a request holds cannot be freed, even if no request holds the ancestors.  Such
         ancestors occur if two requests computed the same prefix.  The later request holds its own copies of the cached
-        pages, and its next page is inserted below the cached pages.
-        """
+        pages, and its next page is inserted below the cached pages."""
         return len(self._nodes) - self._num_pinned
 
     def pages(self) -> Iterator[int]:
@@ -171,8 +165,7 @@ class PrefixTree:
         """Updates `num_pins`.  is_shared: True if a request now holds the page, False if no request holds it any more.
 
         Goes up the tree as long as nodes become evictable, or become not evictable.  If all pages of a prefix are
-        shared or released together, the average cost is O(1) per page.
-        """
+        shared or released together, the average cost is O(1) per page."""
         node = self._nodes.get(page)
         change, count_after_change = (1, 1) if is_shared else (-1, 0)
         while node is not None and node is not self._root:

@@ -51,8 +51,7 @@ class StateAccess:
     slots: [B], the slots of the requests.  prefix_len: [B], the number of tokens before the first row.
     length: [B], the number of rows without padding; None for a tree, whose accepted path is committed later.
     snapshots: the snapshots to write in this pass, or None.
-    is_split: whether adjacent entries of the batch may be consecutive pieces of one prompt (speculate/pieces.py).
-    """
+    is_split: whether adjacent entries of the batch may be consecutive pieces of one prompt (speculate/pieces.py)."""
 
     slots: Tensor
     prefix_len: Tensor
@@ -97,8 +96,7 @@ class LayerStateTensors:
     recurrent_state: [layers, rows, heads, k_size, v_size]; None without heads.
     conv_tail: [layers, rows, taps - 1, channels], the convolution's last inputs.
     staged_inputs, staged_rows: the inputs of the convolution and of the recurrence at staged nodes,
-    [layers, nodes, ...] each.  staged_rows: None without heads.
-    """
+    [layers, nodes, ...] each.  staged_rows: None without heads."""
 
     cache_spec: RecurrentState
     recurrent_state: Tensor | None
@@ -117,8 +115,7 @@ class StateTable:
     """The state tables of all layers that keep states.
 
     stacks: the tensors.  Layers with states of the same sizes share tensors, so that one launch commits these layers.
-    states: by layer, views of its tensors.  num_rows: the number of rows of each table, including the spare row.
-    """
+    states: by layer, views of its tensors.  num_rows: the number of rows of each table, including the spare row."""
 
     def __init__(
         self,
@@ -190,8 +187,7 @@ class PassStates:
         gates: [N, 2, heads] (see StateRows), or the GateInputs from which the kernel computes them; None for a layer
         that has only a convolution.  columns: the columns of q, k and v in a row of inputs; None for the order of
         RecurrentState.
-        Returns q [B, width, k_heads, k_size]; without gates, the convolution's output [B, width, channels].
-        """
+        Returns q [B, width, k_heads, k_size]; without gates, the convolution's output [B, width, channels]."""
         states, is_tree = self.state_table.states[layer], self.state_access.length is None
         columns = states.cache_spec.columns if columns is None else columns
         # The convolution's tail keeps whole inputs, so their partial sums are added up.
@@ -216,8 +212,7 @@ class PassStates:
         """Returns the rows' outputs [B, width, heads, v_size].  Must follow `write`.  In a pass without a tree, all
         tokens are decided, so this also advances the slots' states.
 
-        skip_factor: [heads], a factor of v; skip_factor · v is added to a row's output.
-        """
+        skip_factor: [heads], a factor of v; skip_factor · v is added to a row's output."""
         rows, states = self._rows_by_layer.pop(layer), self.state_table.states[layer]
         assert states.recurrent_state is not None
         state = SlotStates(states.recurrent_state, self.state_access.slots)

@@ -90,8 +90,7 @@ class GrammarCompiler:
     def submit(self, grammar: Grammar) -> "Future[CompiledGrammar]":
         """Starts to compile a grammar, or returns the future of an earlier call with the same grammar.
 
-        The future raises EspalierError with the reason: CompilerBusy if a retry may succeed.
-        """
+        The future raises EspalierError with the reason: CompilerBusy if a retry may succeed."""
         key = (grammar.kind, grammar.spec, grammar.strict)
         with self._lock:
             if (earlier := self._futures.get(key)) is not None:

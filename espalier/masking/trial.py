@@ -54,8 +54,7 @@ def _byte_compiler() -> "xgrammar.GrammarCompiler":
 
 def try_masks(compiled: "xgrammar.CompiledGrammar", num_bytes: np.ndarray) -> None:
     """Generate texts of allowed tokens.  Raises EspalierError if a mask, or reading a token, takes too long.
-    num_bytes: [vocab_size] int, the number of bytes of each token.
-    """
+    num_bytes: [vocab_size] int, the number of bytes of each token."""
     import xgrammar
 
     num_bytes = np.where(np.arange(len(num_bytes)) == TRIAL_END_TOKEN, 0, num_bytes)
@@ -75,8 +74,7 @@ def _try_one_text(
 
     num_bytes: the number of bytes of each token; 0 for a token that must not be in the text.
     repeats_tokens: whether to repeat a token while it is allowed, because repetitions can often be parsed in many ways.
-    prefers_long_tokens: whether to choose among the longest allowed tokens (up to MAX_TOKEN_BYTES), or among all.
-    """
+    prefers_long_tokens: whether to choose among the longest allowed tokens (up to MAX_TOKEN_BYTES), or among all."""
     mask = np.zeros((1, mask_words(len(num_bytes))), dtype=np.int32)
     lengths = np.minimum(num_bytes, MAX_TOKEN_BYTES).astype(np.uint8)
     num_read, token = 0, TRIAL_END_TOKEN

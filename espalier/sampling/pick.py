@@ -44,8 +44,7 @@ def pick(
     The order of operations: bias, bans and penalties; temperature; top-k; top-p; min-p; argmax(logits / T + noise).
     All steps compute in float32, or in float64 for float64 logits.  Ties go to the lower id.  Temperature 0 is plain
     argmax without filters.  noise: [B, Q, V], None if no row samples; drafted_ancestors: drafted tokens that count as
-    output.
-    """
+    output."""
     if params is not None:
         logits = process_logits(logits, params, sampling_features, positions, drafted_ancestors)
     if params is not None and noise is not None:
@@ -61,8 +60,7 @@ def apply_filters(logits: Tensor, params: SlotSamplingParams) -> Tensor:
     """Returns logits [B, Q, V] with -inf for tokens that top-k, then top-p of the rest, then min-p remove.
 
     Among equal logits the lower id stays.  At least one token stays.  Probabilities are summed as integers, in units of
-    2**-40 of the likeliest token's, so that the cut does not depend on batch, device or order of summation.
-    """
+    2**-40 of the likeliest token's, so that the cut does not depend on batch, device or order of summation."""
     sorted_logits, ids = torch.sort(logits, dim=-1, descending=True, stable=True)
     vocab_size = logits.shape[-1]
     rank = torch.arange(vocab_size, device=logits.device)
@@ -86,8 +84,7 @@ def scores_with_shared_noise(logits: Tensor, params: SlotSamplingParams, noise: 
     """Returns a draft's scores log_softmax(logits / T + g), where g is the noise with which the target samples.
 
     logits: [B, Q, V], after bias and penalties.  Rows with temperature 0 give log_softmax(logits).  Emitted tokens do
-    not depend on these scores.
-    """
+    not depend on these scores."""
     is_greedy = (params.temperature == 0)[:, None, None]
     return torch.log_softmax(torch.where(is_greedy, logits, divide_by_temperature(logits, params) + noise), -1)
 
@@ -95,8 +92,7 @@ def scores_with_shared_noise(logits: Tensor, params: SlotSamplingParams, noise: 
 def logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> Logprobs:
     """Compute the target's log-probabilities of tokens [...], before temperature and masks.  logits: [..., V].
 
-    num_top: how many of the likeliest tokens to report besides each token.
-    """
+    num_top: how many of the likeliest tokens to report besides each token."""
     logits = torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), -1)
     values, ids = logits.topk(min(num_top, logits.shape[-1]), -1)
     chosen = logits.gather(-1, tokens[..., None])
@@ -132,7 +128,6 @@ def gumbel(seeds: Tensor, positions: Tensor, vocab_size: int, dtype: torch.dtype
 
     The noise is -log(-log(u)) with u = ((r >> 9) + 0.5) * 2**-23, from random bits r.  With 24 bits or more, the
     largest u would round to 1.0 in float32, and its noise would be infinite.  In a large vocabulary, this would now and
-    then choose a token whatever its logit is.
-    """
+    then choose a token whatever its logit is."""
     uniform = ((random_bits(seeds, positions, vocab_size) >> 9) & 0x7FFFFF).to(dtype).add_(0.5).mul_(2.0**-23)
     return uniform.log_().neg_().log_().neg_()

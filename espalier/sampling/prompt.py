@@ -44,8 +44,7 @@ def prompt_logprobs(
     """Computes the log-probability of each token of `tokens` [N] after its row of `hidden` [N, H], N > 0.
 
     max_rows: the most rows whose logits are in memory at once.  num_top: how many of the likeliest tokens to report
-    too.
-    """
+    too."""
     pieces = zip(hidden.split(max_rows), tokens.split(max_rows), strict=True)
     reported = [logprobs(output_head(rows), following, num_top) for rows, following in pieces]
     return Logprobs(*map(torch.cat, zip(*reported, strict=True)))

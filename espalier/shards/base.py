@@ -39,8 +39,7 @@ class RankPart:
     def in_blocks_of(self, unit: int) -> "RankPart":
         """Returns the same part of a dimension in which `unit` entries are stored as one block.
 
-        The last block may be smaller.  Raises EspalierError for a part that begins or ends inside a block.
-        """
+        The last block may be smaller.  Raises EspalierError for a part that begins or ends inside a block."""
         if self.begin % unit or (self.end % unit and self.end != self.size):
             raise EspalierError(
                 f"entries {self.begin} to {self.end - 1} of {self.size} cannot be cut out, because {unit} are stored "
@@ -67,8 +66,7 @@ class Collectives(Protocol):
     """Operations over the tensors of all ranks.  All ranks call the same operations in the same order, with equal
     shapes.
 
-    The results have the same bits on every rank.  Classes with faster kernels override the last two operations.
-    """
+    The results have the same bits on every rank.  Classes with faster kernels override the last two operations."""
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Gather each rank's x [...] into [ranks, ...], in the order of the ranks."""
@@ -89,8 +87,7 @@ class Collectives(Protocol):
         """Returns (total, RMS norm of total), [N, H] each, where total is residual + the sum of `parts` over the ranks.
         One kernel computes both.  Returns None if there is no such kernel; call `all_reduce` and a norm then.
 
-        parts: [N, H], or partial sums [splits, N, H], which are added in order.
-        """
+        parts: [N, H], or partial sums [splits, N, H], which are added in order."""
         return None
 
     def gather_columns(self, x: Tensor, columns_per_rank: int, size: int) -> Tensor:
@@ -109,8 +106,7 @@ class Shards:
     collectives: joins the tensors of the ranks; None for a single rank, and before the ranks are joined.
 
     All ranks have equal parts.  If `count` does not divide a size, the model is refused before its weights are read
-    (models/declared_weights.py).
-    """
+    (models/declared_weights.py)."""
 
     rank: int = 0
     count: int = 1

@@ -31,8 +31,7 @@ NCCL_ENVIRONMENT = MappingProxyType(
 class NcclCollectives(Collectives):
     """Joins ranks through NCCL.  file: the path of a file that all ranks share, for `store`.  device: the rank's GPU.
 
-    store: a key-value store that all ranks share.
-    """
+    store: a key-value store that all ranks share."""
 
     def __init__(self, file: Path, rank: int, num_ranks: int, device: torch.device) -> None:
         os.environ.update(NCCL_ENVIRONMENT)

@@ -55,8 +55,7 @@ class ModelRunner:
 
         Both runners share models and buffers.
 
-        Raises EspalierError if batch is above max_batch.
-        """
+        Raises EspalierError if batch is above max_batch."""
         self.layout.require_batch(batch)
         return self._for_layout(self.layout.for_batch(batch))
 
@@ -86,8 +85,7 @@ class ModelRunner:
     def prepare(self, lengths: CommittedLengths) -> None:
         """Prepares the attention backends of target and draft.  Called on the host before each launch.
 
-        lengths: for each request, how many of the target's rows are committed.
-        """
+        lengths: for each request, how many of the target's rows are committed."""
         self.cache.backend.prepare(lengths)
         self.drafter.prepare(lengths.with_more_rows(self.drafter.spec.num_root_rows))
 
@@ -190,8 +188,7 @@ def decode_round(
     """Runs a whole round.
 
     slot_ids: [B] int64, the slots of the batch; appended_pages: new entries of the page table; snapshots: for each
-    request, the copy of its recurrent state that `commit` makes.
-    """
+    request, the copy of its recurrent state that `commit` makes."""
     return settle(verify(propose(begin(runner, slot_ids, sampling_features, appended_pages, snapshots))))
 
 
@@ -262,8 +259,7 @@ def settle(verified: VerifiedRound, mask: Tensor | None = None) -> RoundOutput:
     """Runs the last stage: samples the target's tokens, accepts and commits a path, and runs the draft over its tokens.
 
     mask: [B, D, ceil(V / 32)] int32, with a bit for each token that says whether the token may follow the node
-    (sampling/mask.py).  None allows all tokens.
-    """
+    (sampling/mask.py).  None allows all tokens."""
     proposed, out = verified.proposed, verified.target_output
     runner, slots, tree = proposed.runner, proposed.slots, proposed.tree
     sampled = sample_nodes(verified, mask)
@@ -354,8 +350,7 @@ def prefill(
 def void_padding(runner: ModelRunner, tokens: Tensor, exists: Tensor) -> Tensor:
     """Returns the tokens [B, Q] that the target runs.  exists: [B, Q] or [B, 1] bool, False for padding.
 
-    For a target with experts, padding gets token -1, so that padding reads no expert's weights.
-    """
+    For a target with experts, padding gets token -1, so that padding reads no expert's weights."""
     if runner.target.config.experts is None:
         return tokens
     return torch.where(exists, tokens, -1)
@@ -366,8 +361,7 @@ def compute_prompt_logprobs(
 ) -> Logprobs:
     """Returns the log-probabilities of the prompt tokens that follow `rows`.
 
-    The last of these prompt tokens may be the first token of the next pass.
-    """
+    The last of these prompt tokens may be the first token of the next pass."""
     following = rows.select(slots.history_at(positions + 1))
     max_rows = max_logit_rows(runner.target.config.vocab_size)
     return prompt_logprobs(runner.target.logits, rows.select(hidden), following, max_rows, rows.max_top_logprobs)
@@ -399,8 +393,7 @@ def commit(
     positions prefix_len .. prefix_len + length - 1.
 
     The last token of the path becomes the root of the next tree.  Recurrent states are advanced over the path, and
-    copied as `snapshots` says.  count_tokens: whether the slots count the tokens, for penalties.
-    """
+    copied as `snapshots` says.  count_tokens: whether the slots count the tokens, for penalties."""
     nodes = AcceptedNodes(path.rows, runner.layout.num_draft_tokens)
     copies = advance(slots, path.length, path.tokens, count_tokens, nodes).copies
     assert copies is not None

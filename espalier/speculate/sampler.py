@@ -69,8 +69,7 @@ class Sampler(ABC):
     ) -> SampledTokens:
         """Samples the target's token at every node of `nodes`.
 
-        logits: [B, n, V], of these nodes; mask: [B, D, words], of all nodes (sampling/mask.py).
-        """
+        logits: [B, n, V], of these nodes; mask: [B, D, words], of all nodes (sampling/mask.py)."""
         mask = None if mask is None else mask[:, nodes]
         return self._pick(
             logits, noise_offsets(tree)[:, nodes], mask, DraftedAncestors(tree.tokens, tree.ancestors[:, nodes])

@@ -17,8 +17,7 @@ __all__ = ["VOID", "CandidatePool", "RootTrees", "Tree", "ordered_topk"]
 class RootTrees:
     """Makes the trees of plain decoding, which have only a root.  All tensors except the tokens are made once.
 
-    scores: [max_batch, 1], the score of each root: 0, which is log 1.
-    """
+    scores: [max_batch, 1], the score of each root: 0, which is log 1."""
 
     def __init__(self, max_batch: int, device: torch.device) -> None:
         self.zeros = torch.zeros(max_batch, 1, dtype=torch.int64, device=device)

@@ -47,8 +47,7 @@ class Drafter(Protocol):
         """Begins to propose a tree for each request: runs the model up to the logits of depth 1.
 
         The masks of grammars are not needed for this part.  Returns the function that grows the trees, which have
-        layout.num_draft_tokens nodes, at least two.
-        """
+        layout.num_draft_tokens nodes, at least two."""
         ...
 
     def extend(

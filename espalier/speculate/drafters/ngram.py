@@ -77,8 +77,7 @@ class NgramDrafter(DrafterWithoutFiles):
 def match_log_probability(length: Tensor) -> Tensor:
     """Returns [B, K] float32: after a match of m tokens each proposed token has probability m / (m + 1).
 
-    Without a match the value is -inf, which makes a void node.
-    """
+    Without a match the value is -inf, which makes a void node."""
     return torch.where(length > 0, torch.log(length / (length + 1.0)), -torch.inf).float()
 
 

@@ -125,6 +125,5 @@ def edge_candidates(
 def block_rows(slots: BatchState, offset: int, num_known: Tensor, width: int, mask_token: int) -> TokenChain:
     """Returns the `width` input rows of a block, from position prefix_len + `offset` on.
 
-    num_known: [B], how many rows at the start hold tokens of the request's history; the others hold `mask_token`.
-    """
+    num_known: [B], how many rows at the start hold tokens of the request's history; the others hold `mask_token`."""
     return read_chain(slots, offset, num_known, width, mask_token)

@@ -138,8 +138,7 @@ def algorithms() -> tuple[str, ...]:
 def drafter_without_files(algorithm: str) -> type[DrafterWithoutFiles] | None:
     """Returns the drafter class of an algorithm that needs no files; None for other algorithms.
 
-    Raises EspalierError if the class's `spec` declares files.
-    """
+    Raises EspalierError if the class's `spec` declares files."""
     drafter = WITHOUT_FILES.get(algorithm)
     if drafter is None and algorithm not in DRAFT_FORMATS:
         for point in entry_points(group=ENTRY_POINTS, name=algorithm):
@@ -197,8 +196,7 @@ def is_draft(path: Path, is_expected: bool = False) -> bool:
 
     A target with its own MTP layers is no draft.  A directory with MTP layers alone is a draft: it has the target's
     config.json, but not the target's first layer.
-    is_expected: raise EspalierError, as format_of does, if the directory holds neither a target nor a known draft.
-    """
+    is_expected: raise EspalierError, as format_of does, if the directory holds neither a target nor a known draft."""
     if is_gguf(path):
         return False
     config_json = read_json(path / "config.json")
@@ -221,8 +219,7 @@ def draft_algorithm(path: Path) -> str:
 def draft_of_target(path: Path, target: ModelConfig, algorithm: str) -> Path | None:
     """Returns the directory of the target at `path`, if it holds a draft beside the target; else None.
 
-    algorithm: the algorithm that must be able to run the draft, or "auto" for any.
-    """
+    algorithm: the algorithm that must be able to run the draft, or "auto" for any."""
     formats = (draft_format for draft_format in DRAFT_FORMATS.values() if algorithm in ("auto", draft_format.algorithm))
     return (
         path
@@ -234,8 +231,7 @@ def draft_of_target(path: Path, target: ModelConfig, algorithm: str) -> Path | N
 def read_draft(path: Path | str, target: ModelConfig) -> DraftConfig:
     """Parses a draft's config.json and checks it against its target's config.  Loads no weights.
 
-    Raises EspalierError for an unknown format, and for a draft that does not fit this target.
-    """
+    Raises EspalierError for an unknown format, and for a draft that does not fit this target."""
     path = Path(path)
     config_json = read_raw_config(path)
     with add_path_to_errors(path):
@@ -266,8 +262,7 @@ def load_draft(
     """Loads a draft.  Raises EspalierError, which names the part that does not fit the target.
 
     target: loaded with captured_layers=read_draft(path, target.config).spec.captured_layers.
-    position_rows: the number of rows of position tables.  shards: the part of the target that this rank holds.
-    """
+    position_rows: the number of rows of position tables.  shards: the part of the target that this rank holds."""
     path = Path(path)
     config = read_draft(path, target.config)
     if target.captured_layers != config.spec.captured_layers:
@@ -284,8 +279,7 @@ def load_draft(
 def make_drafter(algorithm: str, draft: DraftModel | None, layout: RoundLayout, cache: ModelCache) -> Drafter:
     """Makes the drafter of an algorithm.  cache: the cache of the draft's layers; without a draft, it has no layers.
 
-    Raises EspalierError if the algorithm needs a draft and `draft` is None.
-    """
+    Raises EspalierError if the algorithm needs a draft and `draft` is None."""
     if drafter := drafter_without_files(algorithm):
         return drafter(layout, RootTrees(layout.max_batch, cache.pages.device))
     if draft is None:

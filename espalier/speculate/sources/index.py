@@ -64,8 +64,7 @@ class IndexSource(HostSource):
     ) -> list[tuple[int, tuple[int, ...]]]:
         """Returns (number of matching tokens, the tokens that followed) for each place with the same last tokens.
 
-        The places of longer n-grams come first.
-        """
+        The places of longer n-grams come first."""
         text, found_continuations, seen_places = np.array(last_tokens, dtype=np.int64), [], set()
         for length, table in self.ring_index_tables.items():
             if len(last_tokens) < length:
