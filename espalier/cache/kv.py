@@ -59,13 +59,15 @@ def planes_by_layer(stacks: list[LayerStack], specs: Sequence[LayerSpec]) -> dic
 class StagedKV:
     """The staging buffers of a range of layers.  They hold the rows of the current pass.
 
-    layers: each layer's planes [rows, heads, size]."""
+    layers: by layer, its planes (such as K and V), [rows, heads, size] each."""
 
-    def __init__(self, specs: Sequence[LayerSpec], layers: range, rows: int, dtype: torch.dtype, device: torch.device):
-        self.stacks = allocate_stacks(specs, layers, rows, dtype, device)
+    def __init__(
+        self, specs: Sequence[LayerSpec], layers: range, num_rows: int, dtype: torch.dtype, device: torch.device
+    ):
+        self.stacks = allocate_stacks(specs, layers, num_rows, dtype, device)
         self.layers = planes_by_layer(self.stacks, specs)
-        self.rows = rows
-        self.row_indices = torch.arange(rows, device=device)
+        self.rows = num_rows
+        self.row_indices = torch.arange(num_rows, device=device)
         # The last views that `staged_planes` returned for each layer, and their sizes.  On a CPU, new views in each
         # round would take 3% of a small model's round.  Other views are not kept, because prompts have many lengths.
         self._views: dict[int, tuple[tuple[int, int, int], tuple[Tensor, ...]]] = {}

@@ -46,7 +46,7 @@ class KVHeads:
     """K and V of each KV head, in two planes.  The sizes of K and V may differ.
     dtype: the dtype of the planes; None for the model's dtype.  num_read_planes: how many planes attention reads."""
 
-    kind: ClassVar[str] = "K and V heads"
+    kind: ClassVar[str] = "K and V heads"  # the words for this data in error texts
     num_read_planes: ClassVar[int] = 2
 
     kv_heads: int
@@ -96,7 +96,7 @@ class LatentKV:
     index_size: the number of values of the index key that the layer also keeps, in the model's dtype; 0 if it keeps no
     index key.  A query attends to the rows whose index keys have the highest scores (kernels/ops/selection.py)."""
 
-    kind: ClassVar[str] = "a latent row"
+    kind: ClassVar[str] = "a latent row"  # the words for this data in error texts
     kv_heads: ClassVar[int] = 1
     num_read_planes: ClassVar[int] = 1
 
@@ -160,7 +160,7 @@ class RecurrentState:
     delta: whether a new row's value replaces the value that its key reads from the state (the delta rule).  If false,
     the new value is added.  units: whether q and k are scaled to unit length, and q is divided by √k_size."""
 
-    kind: ClassVar[str] = "a state"
+    kind: ClassVar[str] = "a state"  # the words for this data in error texts
     dtype: ClassVar[None] = None
     planes: ClassVar[Mapping[str, RowShape]] = {}
     values_per_token: ClassVar[int] = 0

@@ -1,10 +1,10 @@
 """Estimates how many tokens a round emits with a given tree, from the results of earlier rounds.
 
 The gain of a round is the number of accepted draft tokens.  The first child of a node is the child that the draft rates
-most probable.  This module counts, by depth, how often first children are accepted.  Only first children count whose
-ancestors are all first children.  Rounds of all trees are counted together.  The resulting rates predict the gain of
-any tree.  If a tree has run, its prediction is multiplied by its gain ratio: the real gain of its rounds divided by the
-predicted gain.
+most probable.  This module counts, by depth, how often first children are accepted.  A first child counts only if all
+its ancestors are first children too.  Rounds of all trees are counted together.  The resulting rates predict the gain
+of any tree.  If a tree has run, its prediction is multiplied by its gain ratio: the real gain of its rounds divided by
+the predicted gain.
 How often the other children are accepted is not measured.  Their rates are derived from ACCEPT_LENGTHS, and scaled in
 proportion to the measured rate of first children.
 """
@@ -37,7 +37,7 @@ PRIOR_SAMPLES, GAIN_PRIOR_TOKENS = 3.0, 12.0
 # Each round multiplies the weight of FIRST_CHILD_RATES by PRIOR_DECAY.
 PRIOR_DECAY = 0.9
 # The text counts as changed if the gain of the last RECENT_SAMPLES samples differs from the expected gain by more than
-# MAX_DEVIATIONS standard deviations.  The variance is VARIANCE_PER_TOKEN for each expected token.
+# MAX_DEVIATIONS standard deviations.  The variance of the gain is taken as VARIANCE_PER_TOKEN times the expected gain.
 RECENT_SAMPLES, MAX_DEVIATIONS, VARIANCE_PER_TOKEN = 32, 4.0, 1.5
 
 
@@ -279,7 +279,7 @@ def _count_first_children(
 ) -> None:
     """Counts at each depth whether the first child was accepted, until an accepted node is not a first child.
 
-    num_samples: the number of samples that are equal to `sample`."""
+    max_depth: the greatest depth at which a node could be accepted.  num_samples: how many samples equal `sample`."""
     ranks = sample.sibling_ranks
     for depth in range(min(max_depth, len(ranks) + 1)):
         count = counts_by_depth[depth]

@@ -95,8 +95,7 @@ class CudaLaunchHandle:
 class CudaStagedHandle:
     """A staged round in flight.  Its trees are on the host after `host_entry.copied_event`, while the GPU verifies.
 
-    stages: the stages for this batch size; None once the round is settled.
-    """
+    stages: the stages for this batch size; None once the round is settled."""
 
     executor: "CudaExecutor"
     host_entry: HostEntry
@@ -205,11 +204,13 @@ class CudaExecutor:
                 self._replay(graph.graph)
             return self.start_readback(host_entry, launch_input, output)
 
-    def _copy_to_graph(self, is_prefill: bool, packed: LaunchBuffer, pinned: Tensor, graph: CapturedLaunch) -> None:
+    def _copy_to_graph(
+        self, is_prefill: bool, packed: LaunchBuffer, pinned_buffer: Tensor, graph: CapturedLaunch
+    ) -> None:
         """Copies a launch to the vector that its graph reads.  A graph has fixed sizes, but a prefill pass has any
         number of slot-table updates.  So for a prefill pass, the slot table is updated before the graph runs."""
         if not is_prefill:
-            graph.vector.copy_(_copy_to_pinned(pinned, packed), non_blocking=True)
+            graph.vector.copy_(_copy_to_pinned(pinned_buffer, packed), non_blocking=True)
             return
         device_launch = self._to_device(packed)
         device_launch.update_slot_table(self.runner.table)
@@ -324,8 +325,7 @@ class CudaExecutor:
     def form_of(self, launch_input: LaunchInput) -> LaunchForm:
         """Returns the form that a launch is padded to, whether it runs eagerly or as a CUDA graph.
 
-        The batch of a round is padded to a bucket.  A batch above max_batch stays as it is, and is refused later.
-        """
+        The batch of a round is padded to a bucket.  A batch above max_batch stays as it is, and is refused later."""
         if launch_input.is_prefill:
             return launch_input.form(self.captured_passes)
         return LaunchForm(padded_batch(len(launch_input.slots), self.batch_buckets), tree=launch_input.tree)
@@ -443,8 +443,8 @@ class CudaExecutor:
             self._give_streams_back()
 
 
-def _copy_to_pinned(buffer: Tensor, packed: LaunchBuffer) -> Tensor:
+def _copy_to_pinned(pinned_buffer: Tensor, packed: LaunchBuffer) -> Tensor:
     """Copies the packed vector to the start of a pinned buffer.  Returns the part of the buffer that holds it."""
-    launch_part = buffer[: len(packed.vector)]
+    launch_part = pinned_buffer[: len(packed.vector)]
     np.copyto(launch_part.numpy(), packed.vector)
     return launch_part

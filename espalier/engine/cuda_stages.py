@@ -39,8 +39,7 @@ def no_garbage_collection() -> Iterator[None]:
     """Collects garbage now, and disables garbage collection inside the block.
 
     Garbage may hold graphs, streams and pinned memory of an earlier engine.  Freeing these objects calls CUDA, and such
-    a call ends a capture with an error.
-    """
+    a call ends a capture with an error."""
     gc.collect()
     was_enabled = gc.isenabled()
     gc.disable()
@@ -70,8 +69,7 @@ class GrammarRows:
     unmasked_row: the content of all other rows, which allows all tokens: a row, or one number for all cells of a row.
 
     The pinned buffer is reused, because getting a new buffer takes longer than filling it.  NumPy fills the buffer,
-    because PyTorch would use several threads, which wait for one another on a busy host.
-    """
+    because PyTorch would use several threads, which wait for one another on a busy host."""
 
     def __init__(self, memory: GrammarRowMemory, shape: tuple[int, ...], unmasked_row: Tensor | int):
         self.memory = memory
@@ -191,6 +189,7 @@ class BeamMaskQuery:
 
 
 def pack_query(tokens: Tensor, ancestor_bits: Tensor) -> Tensor:
+    """Returns BeamMaskQuery.packed."""
     return torch.cat((tokens, ancestor_bits.flatten(1)), 1)
 
 
@@ -266,11 +265,14 @@ class RoundStages:
     verify: Callable[[], None]
     settle: Callable[[], None]
 
-    def set_guide(self, rows: DraftGuideRows | None) -> None:
-        if rows is None:
+    def set_guide(self, guide_rows: DraftGuideRows | None) -> None:
+        if guide_rows is None:
             self.guide.set_rows((), None)
         else:
-            self.guide.set_rows(rows.rows, pack_side_by_side(np.column_stack((rows.forced, rows.levels)), rows.masks))
+            self.guide.set_rows(
+                guide_rows.rows,
+                pack_side_by_side(np.column_stack((guide_rows.forced, guide_rows.levels)), guide_rows.masks),
+            )
 
     def set_masks(self, masks: NodeMasks) -> None:
         """Sets the masks of the nodes.  Requests without a grammar allow all tokens.

@@ -71,8 +71,7 @@ class Engine:
     stop_error: the reason why the engine no longer runs; None while it runs.  If a launch fails, every request in the
     engine is aborted with this text.
     observer: is called for every launch; None by default.
-    chooser: chooses the tree of each round; None to use the fixed tree of each batch size (RoundLayout.for_batch).
-    """
+    chooser: chooses the tree of each round; None to use the fixed tree of each batch size (RoundLayout.for_batch)."""
 
     def __init__(
         self,
@@ -131,8 +130,7 @@ class Engine:
     def drain(self) -> None:
         """Reads the result of the launch in flight.  Until the next step, nothing runs on the models.
 
-        The next step returns the output chunks of that result.  Running requests keep their state.
-        """
+        The next step returns the output chunks of that result.  Running requests keep their state."""
         with self._stop_on_error():
             self._settle_round()
             previous, self.in_flight.unread_launch = self.in_flight.unread_launch, None

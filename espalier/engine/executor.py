@@ -109,8 +109,7 @@ class Executor(Protocol):
         """Starts a launch.  For a staged round (LaunchInput.is_staged), starts only the begin stage.
 
         The handle of a staged round is a StagedRoundHandle.  The round must be resumed and settled before the next
-        launch.
-        """
+        launch."""
         ...
 
     def close(self) -> None:
@@ -158,8 +157,7 @@ class StagedRound:
     """A round in four stages: `begin`, `propose`, `verify`, then `settle` with masks that the host made from the trees.
 
     The stages are the same as in `decode_round`.  The stages run eagerly or as CUDA graphs.  This object holds the
-    tensors that one stage passes to the next.
-    """
+    tensors that one stage passes to the next."""
 
     def __init__(
         self,
@@ -228,9 +226,9 @@ class CpuExecutor:
         """Runs `work` on the worker thread, after all earlier work; without a worker thread, runs it now."""
         if self.worker is not None:
             return self.worker.submit(work, *args)
-        done: Future[Any] = Future()
-        done.set_result(work(*args))
-        return done
+        result_future: Future[Any] = Future()
+        result_future.set_result(work(*args))
+        return result_future
 
     @torch.inference_mode()
     def run(self, launch_input: LaunchInput) -> list[RequestResult]:
@@ -271,13 +269,13 @@ class CpuExecutor:
 
 @dataclass
 class CpuLaunchHandle:
-    work: Future[list[RequestResult]]
+    result_future: Future[list[RequestResult]]
 
     def wait(self) -> None:
-        wait_for((self.work,))
+        wait_for((self.result_future,))
 
     def result(self) -> list[RequestResult]:
-        return self.work.result()
+        return self.result_future.result()
 
 
 class CpuStagedHandle(CpuLaunchHandle):
@@ -297,7 +295,7 @@ class CpuStagedHandle(CpuLaunchHandle):
         return self.proposed.result()
 
     def settle(self, masks: NodeMasks) -> None:
-        self.work = self.executor.submit(self._settle, masks)
+        self.result_future = self.executor.submit(self._settle, masks)
 
     # Tasks run in order.  So inside a task, `result` of an earlier task returns at once, or raises that task's error.
 

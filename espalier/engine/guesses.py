@@ -110,13 +110,13 @@ class GuessSources:
         for slot, slot_guesses in guesses:
             none_before = 1.0
             for guess in slot_guesses:
-                reach = self._probabilities_worth_rows(guess, samples[slot])
+                reach = self._reach_probabilities(guess, samples[slot])
                 gained += none_before * sum(reach)
                 none_before *= 1 - reach[0] if reach else 1.0
                 rows += len(reach)
         return LookupGain(gained / len(batch), rows)
 
-    def _probabilities_worth_rows(self, guess: Guess, is_sampled: bool) -> list[float]:
+    def _reach_probabilities(self, guess: Guess, is_sampled: bool) -> list[float]:
         """Returns, for each token that is worth a row of the verify pass (MIN_REACH_PROBABILITY), the probability that
         the guess is correct up to and including this token."""
         assert self.survival is not None
@@ -146,7 +146,7 @@ class GuessSources:
         """Returns the guesses of one request that are likely enough, each cut after its last likely token."""
         kept = []
         for guess in guesses:
-            reach = self._probabilities_worth_rows(guess, is_sampled)
+            reach = self._reach_probabilities(guess, is_sampled)
             if reach and (not tree.drafts or reach[0] >= MIN_REACH_PROBABILITY_WITH_DRAFT):
                 kept.append(replace(guess, tokens=guess.tokens[: len(reach)]))
         return tuple(kept)

@@ -130,8 +130,7 @@ class RoundTrace:
     """One round of one request, passed to `Scheduler.on_round`.
 
     prefix_len: the number of rows committed before the round.  emitted: the emitted tokens.  pages: the request's
-    pages, of page_size rows each, which hold the committed rows in order.
-    """
+    pages, of page_size rows each, which hold the committed rows in order."""
 
     request_id: str
     tree: DraftTree
@@ -192,8 +191,7 @@ class RequestResult:
 def dummy_launch(batch: int, width: int = 0, pieces: int = 0, tree: TreeShape | None = None) -> LaunchInput:
     """Returns a launch of dummy slots in the form LaunchForm(batch, width, pieces, tree).  No request changes.
 
-    The pieces are spread evenly over the dummy requests.
-    """
+    The pieces are spread evenly over the dummy requests."""
     dummies = (0,) * batch
     spread = tuple((i * batch // pieces, 0) for i in range(pieces))
     lengths = dummies if width else ()

@@ -68,7 +68,7 @@ class MaskThreadPool:
         call = _PoolCall(work, num_pieces, time_share_s, used_s or [0.0] * num_pieces, has_several_threads=all_threads)
         self._queue_call(call, min(num_pieces, available_cores()) if all_threads else min(num_pieces, 1))
         while call.num_unfinished and not call.all_done.acquire(timeout=self.limit_s / 2 / MAX_TIME_SHARES):
-            self._handle_slow(call, overrun_s)
+            self._handle_slow_threads(call, overrun_s)
         if call.error is not None:
             raise call.error
         return call.results
@@ -81,7 +81,7 @@ class MaskThreadPool:
             self.threads.add(thread)
             thread.start()
 
-    def _handle_slow(self, call: "_PoolCall", overrun_s: Callable[[float], float]) -> None:
+    def _handle_slow_threads(self, call: "_PoolCall", overrun_s: Callable[[float], float]) -> None:
         """Starts other threads beside slow threads.  Abandons the slow threads if they have used up the limit."""
         with call.lock:
             running = [
@@ -150,9 +150,9 @@ class _CallQueue:
         with self.lock:
             self.num_threads -= 1
             if not self.num_threads:
-                self._close()
+                self._close_pipe()
 
-    def _close(self) -> None:
+    def _close_pipe(self) -> None:
         for end in self.pipe_ends or ():
             os.close(end)
         self.pipe_ends = None
@@ -171,7 +171,7 @@ class _CallQueue:
     def end_threads(self) -> None:
         """Ends the threads that take calls."""
         if not self.num_threads:
-            self._close()
+            self._close_pipe()
         for _ in range(self.num_threads):
             self.put(None)
 
@@ -181,6 +181,7 @@ class _PoolCall:
 
     indices: an iterator over the pieces; a thread takes the next piece.  num_unfinished: how many have no result yet.
     lock: protects the fields that threads write.  all_done: released when all pieces have results.
+    time_share_s: the processor seconds that one piece may use before it counts as slow.
     used_s_of_ended_pieces: the seconds that each ended or abandoned piece has used in this round.
     has_several_threads: whether several threads were started for this call."""
 

@@ -74,8 +74,8 @@ class BeamMasks(NamedTuple):
         return forced, _fill_full_batch(self.rows, self.masks, batch, ALL_ALLOWED)
 
 
-# A function that returns which tokens may follow the draft's rows.  Arguments: tokens and ancestor_bits, as in
-# sampling.mask.AskAllowedTokens, on the host.
+# A function that returns which tokens may follow the draft's beams.  Arguments, on the host: the drafted tokens [B, E],
+# and ancestor bits [B, beams, W], whose bit e says whether drafted token e is on the path to the beam.
 AskBeamMasks = Callable[[Tensor, Tensor], BeamMasks]
 
 

@@ -123,7 +123,6 @@ def _pass_with_width(tokens_left: Sequence[int], width: int, max_pass_rows: int)
 def pieces_of(prefill: PrefillPass) -> tuple[tuple[int, int], ...]:
     """Returns (row of the batch, offset of the piece's first token) for each piece, request after request.
 
-    Empty if each request has one piece.
-    """
+    Empty if each request has one piece."""
     pieces = tuple((r, at) for r, length in enumerate(prefill.lengths) for at in range(0, length, prefill.width))
     return pieces if len(pieces) > len(prefill.lengths) else ()

@@ -195,7 +195,7 @@ class OtherRanks:
                 raise self.failure_that_caused(error) from None
 
     def load(self, source: Any) -> None:
-        """Starts loading on every rank, and does not wait."""
+        """Tells every other rank to load models, and does not wait.  source: as in LoadModels."""
         self.num_loads_sent += 1
         self.send(LoadModels(source))
 
@@ -227,7 +227,7 @@ class OtherRanks:
 
     def wait_until_loaded(self) -> None:
         """Waits until every rank has loaded its models.  If `load` was not called, waits until every process has
-        started.  Raises the errors of `wait_for_messages`."""
+        started.  Raises RankFailed, or the EspalierError of a rank."""
         if self.num_load_messages <= self.num_loads_sent:
             self.wait_for_messages(ModelsLoaded, self.num_loads_sent)
             self.num_load_messages = self.num_loads_sent + 1

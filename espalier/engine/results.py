@@ -174,28 +174,28 @@ def _read_candidates(
 
 
 def _sibling_ranks(
-    columns: ResultColumns, ring_entry: np.ndarray, is_node: np.ndarray, lengths: list[int]
+    columns: ResultColumns, ring_entry: np.ndarray, is_node: np.ndarray, path_lengths: list[int]
 ) -> tuple[list[tuple[int, ...]], list[bool]]:
     """Returns AcceptanceSample.sibling_ranks and AcceptanceSample.is_leaf of each request.
 
-    lengths: how many nodes each accepted path has, including the root.  The nodes of a tree are in the order of their
-    scores, so a node's rank is the number of its siblings with lower indices."""
+    path_lengths: how many nodes each accepted path has, including the root.  The nodes of a tree are in the order of
+    their scores, so a node's rank is the number of its siblings with lower indices."""
     parents = np.where(is_node, ring_entry[:, columns.parents], VOID)
     parents[:, 0] = VOID  # the root is its own parent
     paths, ranks, is_leaf = ring_entry[:, columns.path].tolist(), [], []
     # Lists are faster than arrays here, because paths are short.
-    for nodes, path, length in zip(parents.tolist(), paths, lengths, strict=True):
+    for nodes, path, length in zip(parents.tolist(), paths, path_lengths, strict=True):
         ranks.append(tuple(nodes[:node].count(nodes[node]) for node in path[1:length]))
         is_leaf.append(path[max(length - 1, 0)] not in nodes)
     return ranks, is_leaf
 
 
-def _read_tree(columns: ResultColumns, row: np.ndarray, length: int) -> DraftTree:
+def _read_tree(columns: ResultColumns, row: np.ndarray, path_length: int) -> DraftTree:
     tokens, parents, depths = (row[part].tolist() for part in (columns.tokens, columns.parents, columns.depths))
     scores = row[columns.scores].astype(np.int32).view(np.float32)
     # The ring has columns for the largest tree.  Columns past this tree hold no score bits, so void nodes get -inf.
     scores = np.where(row[columns.tokens] == VOID, -np.inf, scores).tolist()
-    return DraftTree(tokens, parents, depths, scores, row[columns.path][:length].tolist())
+    return DraftTree(tokens, parents, depths, scores, row[columns.path][:path_length].tolist())
 
 
 def read_trees(columns: ResultColumns, ring_entry: np.ndarray) -> list[tuple[list[int], list[int]]]:

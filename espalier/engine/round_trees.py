@@ -95,10 +95,10 @@ def tree_label(tree: TreeShape) -> str:
     return ",".join(map(str, tree.sizes.values())) + shared + ("" if tree.drafts and tree.extends else " without draft")
 
 
-def _lookup_sample(max_depth: int, num_correct: int, emitted: int) -> AcceptanceSample:
+def _lookup_sample(max_depth: int, num_correct: int, num_emitted: int) -> AcceptanceSample:
     """Returns the sample that the guesses of the host's and the device's sources would have given without the draft.
 
     If all emitted tokens agree with a guess, later tokens of the guess might have been accepted too.  So in this case,
     no token counts as rejected."""
-    depth = num_correct if num_correct == emitted else max_depth
+    depth = num_correct if num_correct == num_emitted else max_depth
     return AcceptanceSample(depth, (0,) * min(max_depth, num_correct), True, True)

@@ -298,7 +298,7 @@ class Scheduler:
             tree=tree,
             is_staged=not prefill.width and any(r.masker for r in batch),
             masks=self.mask_builder.prompt_masks(batch) if prefill.width else None,
-            state_copies=self.state_keeper.take_copies(),
+            state_copies=self.state_keeper.take_state_copies(),
             snapshots=snapshots,
             **self.guess_sources.launch_fields(batch, guesses, tree)._asdict(),
             committed_lengths=committed_lengths,

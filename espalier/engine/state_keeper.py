@@ -23,7 +23,7 @@ NO_SNAPSHOT = (0, ZERO_ROW)
 
 
 class NoStateKeeper:
-    """Serves the scheduler for a model without recurrent states.  A request begins where its cached rows end."""
+    """Serves the scheduler for a model without recurrent states.  It takes no snapshots."""
 
     def enter_slot(self, request: Request, first_row: int, num_cached_tokens: int) -> tuple[int, int]:
         """Returns (the first row to compute, the tokens that count as cached) of a request that got its slot and pages.
@@ -46,15 +46,15 @@ class NoStateKeeper:
         """Returns LaunchInput.snapshots of a round.  Must be called before the round is launched."""
         return ()
 
-    def take_copies(self) -> IntPairs:
+    def take_state_copies(self) -> IntPairs:
         """Returns LaunchInput.state_copies of the next launch."""
         return ()
 
     def on_decoded(self, request: Request) -> None:
         """Called when the host has read tokens of a running request."""
 
-    def on_pages_cached(self, request: Request, rows: int) -> None:
-        """Called when the full pages of the first `rows` rows of a running request are in the prefix tree."""
+    def on_pages_cached(self, request: Request, num_rows: int) -> None:
+        """Called when the full pages of the first `num_rows` rows of a running request are in the prefix tree."""
 
     def on_slot_released(self, request: Request) -> None:
         """Called when a request has left its slot."""
@@ -149,7 +149,7 @@ class StateKeeper(NoStateKeeper):
     def _snapshot_of_round(self, request: Request) -> tuple[int, int] | None:
         snapshots = self._by_request[request]
         if snapshots.pending_snapshot is None and self.prefix_tree is not None:
-            # The next snapshot is past every length that the slot can have after the rounds in flight.
+            # The next snapshot is taken after so many tokens that no round in flight can have reached this number.
             max_committed = self.layout.max_committed_rows(request.num_known, request.rounds_in_flight)
             interval = self._rounded_to_pages(self.decode_interval)
             end = ((max_committed + self.tokens_before_end) // interval + 1) * interval
@@ -163,7 +163,7 @@ class StateKeeper(NoStateKeeper):
             return ()
         return tuple(NO_SNAPSHOT if each is None else (each[0] - self.tokens_before_end, each[1]) for each in snapshots)
 
-    def take_copies(self) -> IntPairs:
+    def take_state_copies(self) -> IntPairs:
         copies, self._pending_copies = tuple(self._pending_copies), []
         return copies
 
@@ -174,7 +174,7 @@ class StateKeeper(NoStateKeeper):
                 self.snapshot_rows.release(snapshots.last_snapshot[1])
             snapshots.last_snapshot, snapshots.pending_snapshot = snapshots.pending_snapshot, None
 
-    def on_pages_cached(self, request: Request, rows: int) -> None:
+    def on_pages_cached(self, request: Request, num_rows: int) -> None:
         snapshots = self._by_request[request]
         self.on_decoded(request)
         taken_snapshots, snapshots.taken_snapshots, snapshots.last_snapshot = (
@@ -183,7 +183,7 @@ class StateKeeper(NoStateKeeper):
             None,
         )
         for end, row in taken_snapshots:
-            pages = [] if self.prefix_tree is None or end > rows else self.prefix_tree.match(request.tokens[:end])
+            pages = [] if self.prefix_tree is None or end > num_rows else self.prefix_tree.match(request.tokens[:end])
             if pages and self.layout.tokens_in(len(pages)) == end:
                 self.snapshot_rows.attach(pages[-1], row)
             else:
@@ -193,9 +193,9 @@ class StateKeeper(NoStateKeeper):
         for _, row in self._by_request.pop(request).all_snapshots:
             self.snapshot_rows.release(row)
 
-    def _rounded_to_pages(self, tokens: int) -> int:
+    def _rounded_to_pages(self, num_tokens: int) -> int:
         """Returns the number of tokens, rounded up to whole pages."""
-        return self.layout.tokens_in(self.layout.pages_for(tokens))
+        return self.layout.tokens_in(self.layout.pages_for(num_tokens))
 
 
 def make_state_keeper(

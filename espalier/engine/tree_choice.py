@@ -99,12 +99,12 @@ class TreeChooser:
         return None
 
     def record(
-        self, samples: Sequence[AcceptanceSample], rows: int, lookup_samples: Sequence[AcceptanceSample]
+        self, samples: Sequence[AcceptanceSample], num_rows: int, lookup_samples: Sequence[AcceptanceSample]
     ) -> None:
-        """Counts the result of a round for which `choose` named a tree, in the order of the calls of `choose`.
+        """Counts the result of a round.  Rounds are counted in the order in which `choose` chose their trees.
 
-        samples: one for each request that can accept guesses; rows: the rows that were verified, without void rows;
-        lookup_samples: the samples that the round would have had without the draft."""
+        samples: one for each request that can accept guesses.  num_rows: the number of verified rows, without void
+        rows.  lookup_samples: the samples that the round would have had without the draft."""
 
     def restart(self) -> None:
         """Called when a prompt has entered the batch."""
@@ -134,7 +134,7 @@ class BucketState:
     size: the bucket's largest batch size.  trees: the trees to choose from.  tree: the chosen tree.
     rounds_since_change: the rounds since this tree was chosen.
     rounds_to_choice: the rounds until trees are compared again.
-    interval: the rounds between explorations.  plain_interval: this number during plain decoding.
+    exploration_interval: the rounds between explorations.  plain_interval: exploration_interval in plain decoding.
     rounds_to_exploration: the rounds until the next exploration.
     explored_tree, exploring_rounds: the tree and the remaining rounds of an exploration.
     last_round: the number of the last round of each tree.  logged_tree: the tree that was logged last."""
@@ -144,7 +144,7 @@ class BucketState:
     tree: TreeShape
     rounds_since_change: int = 0
     rounds_to_choice: int = 0
-    interval: int = MIN_INTERVAL
+    exploration_interval: int = MIN_INTERVAL
     rounds_to_exploration: int = MIN_INTERVAL
     plain_interval: int = MIN_INTERVAL
     explored_tree: TreeShape | None = None
@@ -177,8 +177,8 @@ class MeasuredTreeChooser(TreeChooser):
         self.num_choices = self.num_changes = 0
         # Of the latest rounds: the tokens that a request got (numerator) and the rounds' time (denominator).
         self.token_rate = DecayingRate()
-        # For each class of LookupGain.tokens, of rounds with a draft: the real tokens (numerator) and the expected
-        # tokens (denominator).
+        # One entry for each class of LookupGain.tokens (GAIN_BOUNDS): the tokens that rounds with a draft gave
+        # (numerator), and the tokens that were expected of these rounds (denominator).
         self.draft_tokens_by_gain_class = [DecayingRate() for _ in range(len(GAIN_BOUNDS) + 1)]
         self._in_flight: deque[RoundInFlight] = deque()
         self._last_read_round: tuple[TreeShape, int, float] | None = None
@@ -214,17 +214,23 @@ class MeasuredTreeChooser(TreeChooser):
         return tree
 
     def _choose_with_known_guesses(
-        self, bucket: BucketState, batch: int, share: float, context: float, lookup_tree: TreeShape, gain: LookupGain
+        self,
+        bucket: BucketState,
+        batch: int,
+        drafting_share: float,
+        context: float,
+        lookup_tree: TreeShape,
+        gain: LookupGain,
     ) -> TreeShape:
         """Returns `lookup_tree`, which needs no draft pass, if it is expected to be faster; else a tree with a draft.
 
         The time that `lookup_tree` saves is worth the tokens that recent rounds emitted in as much time."""
-        draft_tree = self._choose(bucket, share, context, [tree for tree in bucket.trees if tree.drafts])
+        draft_tree = self._choose(bucket, drafting_share, context, [tree for tree in bucket.trees if tree.drafts])
         seconds = self.times.seconds(draft_tree, bucket.size, context)
         # For a tree that is explored or new, assume the most tokens that it can give, so that it runs and is measured.
         tokens = 1.0 + draft_tree.steps
         if draft_tree == bucket.tree and self._is_tried(bucket):
-            tokens = self._expected_tokens(draft_tree, share)
+            tokens = self._expected_tokens(draft_tree, drafting_share)
             tokens *= self._draft_ratio(gain) if draft_tree.steps else 1.0
         saved_time = seconds - self.costs.seconds_for_rows(lookup_tree, batch, gain.rows)
         tokens_per_time = self.token_rate.rate(tokens / seconds, 1.0)
@@ -234,20 +240,20 @@ class MeasuredTreeChooser(TreeChooser):
     def _draft_ratio(self, gain: LookupGain) -> float:
         """Returns the real tokens of a round with a draft, divided by the expected tokens, for guesses with this gain.
 
-        The ratio is at least 1, and at least the ratio of every lower class of gain.  So if the draft failed a few
-        times by chance in a class, the draft is tried again there."""
+        The ratio is counted separately for several ranges of the gain (GAIN_BOUNDS).  It is at least 1, and at least
+        the ratio in every lower range.  So if the draft failed a few times by chance, it is tried again."""
         ratio = 1.0
         for counts in self.draft_tokens_by_gain_class[: bisect(GAIN_BOUNDS, gain.tokens) + 1]:
             ratio = max(ratio, counts.rate(ratio, GAIN_PRIOR_TOKENS))
         return ratio
 
     def record(
-        self, samples: Sequence[AcceptanceSample], rows: int, lookup_samples: Sequence[AcceptanceSample]
+        self, samples: Sequence[AcceptanceSample], num_rows: int, lookup_samples: Sequence[AcceptanceSample]
     ) -> None:
         in_flight = self._in_flight.popleft()
-        self._count_time(in_flight, rows)
+        self._count_time(in_flight, num_rows)
         if in_flight.lookup_gain is not None:
-            self._count_tokens(in_flight, in_flight.lookup_gain, samples, rows)
+            self._count_tokens(in_flight, in_flight.lookup_gain, samples, num_rows)
             return
         self._acceptance_of(in_flight.tree).add(in_flight.tree, samples)
         lookup_tree = self._bucket(in_flight.batch).lookup_tree
@@ -256,11 +262,11 @@ class MeasuredTreeChooser(TreeChooser):
             self.lookup_acceptance.add(lookup_tree, lookup_samples)
 
     def _count_tokens(
-        self, in_flight: RoundInFlight, gain: LookupGain, samples: Sequence[AcceptanceSample], rows: int
+        self, in_flight: RoundInFlight, gain: LookupGain, samples: Sequence[AcceptanceSample], num_rows: int
     ) -> None:
         tokens = 1 + sum(len(sample.sibling_ranks) for sample in samples) / in_flight.batch
         self.token_rate.decay(1 - 1 / TOKEN_RATE_ROUNDS)
-        self.token_rate.denominator += self.costs.seconds_for_rows(in_flight.tree, in_flight.batch, rows)
+        self.token_rate.denominator += self.costs.seconds_for_rows(in_flight.tree, in_flight.batch, num_rows)
         self.token_rate.numerator += tokens
         if not in_flight.tree.drafts:
             return
@@ -275,10 +281,10 @@ class MeasuredTreeChooser(TreeChooser):
     def _acceptance_of(self, tree: TreeShape) -> Acceptance:
         return self.acceptance if tree.drafts else self.lookup_acceptance
 
-    def _count_time(self, in_flight: RoundInFlight, rows: int) -> None:
+    def _count_time(self, in_flight: RoundInFlight, num_rows: int) -> None:
         tree, batch, context = in_flight.tree, in_flight.batch, in_flight.context
         if not self.costs.uses_clock:
-            self.times.add(tree, batch, context, self.costs.seconds_for_rows(tree, batch, rows))
+            self.times.add(tree, batch, context, self.costs.seconds_for_rows(tree, batch, num_rows))
             return
         now, last, self._last_read_round = self.clock(), self._last_read_round, None
         # A round that follows another tree or a prefill pass may have waited for it, so its time is not counted.
@@ -292,20 +298,22 @@ class MeasuredTreeChooser(TreeChooser):
             self.buckets[size] = BucketState(size, trees, trees[0])
         return self.buckets[size]
 
-    def _choose(self, bucket: BucketState, share: float, context: float, trees: Sequence[TreeShape]) -> TreeShape:
-        """Returns the tree to run, one of `trees`.  share: the share of the requests that can accept guesses."""
+    def _choose(
+        self, bucket: BucketState, drafting_share: float, context: float, trees: Sequence[TreeShape]
+    ) -> TreeShape:
+        """Returns the tree to run, one of `trees`.  drafting_share: the share of requests that can accept guesses."""
         self.num_choices += 1
         if bucket.exploring_rounds:
             bucket.exploring_rounds -= 1
             assert bucket.explored_tree is not None
             tree = bucket.explored_tree
         else:
-            tree = self._chosen_or_explored(bucket, share, context, trees)
+            tree = self._chosen_or_explored(bucket, drafting_share, context, trees)
         bucket.last_round[tree] = self.num_choices
         return tree
 
     def _chosen_or_explored(
-        self, bucket: BucketState, share: float, context: float, trees: Sequence[TreeShape]
+        self, bucket: BucketState, drafting_share: float, context: float, trees: Sequence[TreeShape]
     ) -> TreeShape:
         bucket.rounds_since_change += 1
         bucket.rounds_to_exploration -= 1
@@ -313,23 +321,24 @@ class MeasuredTreeChooser(TreeChooser):
         if bucket.rounds_to_choice > 0:
             return bucket.tree
         bucket.rounds_to_choice = self.pace.rounds_per_choice
-        rates = {each: self.rate(each, bucket.size, share, context) for each in trees}
+        rates = {each: self.rate(each, bucket.size, drafting_share, context) for each in trees}
         self._switch_if_better(bucket, rates)
-        tree = self._explore_if_due(bucket, rates, share) or bucket.tree
+        tree = self._explore_if_due(bucket, rates, drafting_share) or bucket.tree
         self._log_if_settled(bucket, context)
         return tree
 
-    def rate(self, tree: TreeShape, bucket_size: int, share: float, context: float) -> float:
+    def rate(self, tree: TreeShape, bucket_size: int, drafting_share: float, context: float) -> float:
         """Returns the expected tokens a second of one request.
 
-        share: the share of the batch's requests that can accept guesses.  context: the mean number of tokens."""
-        return self._expected_tokens(tree, share) / self.times.seconds(tree, bucket_size, context)
+        drafting_share: the share of the batch's requests that can accept guesses.  context: the mean number of
+        tokens."""
+        return self._expected_tokens(tree, drafting_share) / self.times.seconds(tree, bucket_size, context)
 
-    def _expected_tokens(self, tree: TreeShape, share: float) -> float:
+    def _expected_tokens(self, tree: TreeShape, drafting_share: float) -> float:
         """Returns the expected tokens of a request in a round, as the mean over the batch.
 
-        share: the share of the batch's requests that can accept guesses.  The others get one token."""
-        return 1 + share * (self._acceptance_of(tree).accept_length(tree) - 1)
+        drafting_share: the share of the batch's requests that can accept guesses.  The others get one token."""
+        return 1 + drafting_share * (self._acceptance_of(tree).accept_length(tree) - 1)
 
     def _switch_if_better(self, bucket: BucketState, rates: dict[TreeShape, float]) -> None:
         best = max(rates, key=lambda tree: rates[tree])
@@ -339,8 +348,8 @@ class MeasuredTreeChooser(TreeChooser):
                 was_lasting = bucket.rounds_since_change > LASTING_ROUNDS
                 bucket.plain_interval = MIN_INTERVAL if was_lasting else min(2 * bucket.plain_interval, MAX_INTERVAL)
             bucket.tree, bucket.rounds_since_change = best, 0
-            bucket.interval = bucket.plain_interval if best == PLAIN_TREE else MIN_INTERVAL
-            bucket.rounds_to_exploration = bucket.interval
+            bucket.exploration_interval = bucket.plain_interval if best == PLAIN_TREE else MIN_INTERVAL
+            bucket.rounds_to_exploration = bucket.exploration_interval
             self.num_changes += 1
 
     def _is_tried(self, bucket: BucketState) -> bool:
@@ -348,19 +357,23 @@ class MeasuredTreeChooser(TreeChooser):
         added = 4 * self.pace.single_request_rounds // bucket.size if bucket.tree != PLAIN_TREE else 0
         return bucket.rounds_since_change > self.pace.rounds_before_change + added
 
-    def _explore_if_due(self, bucket: BucketState, rates: dict[TreeShape, float], share: float) -> TreeShape | None:
+    def _explore_if_due(
+        self, bucket: BucketState, rates: dict[TreeShape, float], drafting_share: float
+    ) -> TreeShape | None:
         """Returns the tree that is explored from this round on; None if no exploration is due."""
         if bucket.rounds_to_exploration > 0:
             return None
-        bucket.interval = bucket.rounds_to_exploration = min(2 * bucket.interval, MAX_INTERVAL)
-        bucket.plain_interval = bucket.interval if bucket.tree == PLAIN_TREE else bucket.plain_interval
+        bucket.exploration_interval = bucket.rounds_to_exploration = min(2 * bucket.exploration_interval, MAX_INTERVAL)
+        bucket.plain_interval = bucket.exploration_interval if bucket.tree == PLAIN_TREE else bucket.plain_interval
         # Without a clock, the time of plain decoding is computed, so it need not be explored.
         others = [tree for tree in rates if tree != bucket.tree and (self.costs.uses_clock or tree != PLAIN_TREE)]
         best = max(rates.values())
         rivals = [tree for tree in others if rates[tree] >= best * self._min_rival_rate(bucket, tree)]
         if (bucket.tree == PLAIN_TREE or not bucket.tree.drafts) and others:
             for acceptance in (self.acceptance, self.lookup_acceptance)[: 2 if bucket.tree == PLAIN_TREE else 1]:
-                acceptance.cap_weight(OLD_ROUNDS_WEIGHT * self.pace.exploration_rounds * max(share * bucket.size, 1.0))
+                acceptance.cap_weight(
+                    OLD_ROUNDS_WEIGHT * self.pace.exploration_rounds * max(drafting_share * bucket.size, 1.0)
+                )
             rivals = rivals or [max(others, key=lambda tree: rates[tree])]
         if not rivals:
             return None
@@ -374,6 +387,7 @@ class MeasuredTreeChooser(TreeChooser):
         return MIN_RIVAL_RATE if is_known else MIN_UNKNOWN_RATE
 
     def _log_if_settled(self, bucket: BucketState, context: float) -> None:
+        """Logs the chosen tree, once, when it has run for LOGGED_ROUNDS rounds."""
         tree = bucket.tree
         if bucket.rounds_since_change < LOGGED_ROUNDS or bucket.logged_tree == tree or not self.costs.uses_clock:
             return

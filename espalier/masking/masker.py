@@ -164,26 +164,28 @@ class GrammarMasker:
     def _fill_masks_before_marker(self, tokens: Sequence[int], parents: Sequence[int], out: np.ndarray) -> None:
         """Fill the masks of a tree whose root comes before the end of the marker.  The grammar begins below each node
         that completes the marker."""
-        tails: list[bytes | None] = [self.text_tail]
+        # For each node: the last bytes of the text up to the node; None if the node completes the marker.
+        text_tails: list[bytes | None] = [self.text_tail]
         # For each node that completes the marker: the node and its descendants.
-        nodes_from: dict[int, list[int]] = {}
-        completing_node: dict[int, int] = {}  # for each node in these lists: the first node of its list
+        subtrees: dict[int, list[int]] = {}
+        # For each node of a subtree: the first node of the subtree.
+        completing_node: dict[int, int] = {}
         out[:] = self.mask_before_marker
         for node in range(1, len(tokens)):
-            parent_tail = tails[parents[node]]
-            tails.append(parent_tail)
+            parent_tail = text_tails[parents[node]]
+            text_tails.append(parent_tail)
             if tokens[node] < 0:
                 continue
             if parents[node] in completing_node:
                 completing_node[node] = completing_node[parents[node]]
-                nodes_from[completing_node[node]].append(node)
+                subtrees[completing_node[node]].append(node)
                 continue
             assert parent_tail is not None
-            tails[node] = self._tail_after(parent_tail, tokens[node])
-            if tails[node] is None:
+            text_tails[node] = self._tail_after(parent_tail, tokens[node])
+            if text_tails[node] is None:
                 completing_node[node] = node
-                nodes_from[node] = [node]
-        for nodes in nodes_from.values():
+                subtrees[node] = [node]
+        for nodes in subtrees.values():
             self._fill_masks(nodes, tokens, parents, out)
 
 

@@ -123,7 +123,8 @@ def _ban_stop_tokens(logits: Tensor, params: SlotSamplingParams, positions: Tens
 
 
 def _output_counts(params: SlotSamplingParams, num_queries: int, drafted_ancestors: DraftedAncestors | None) -> Tensor:
-    """Returns [B, Q or 1, V]: how often each token is in the output before each row."""
+    """Returns [B, Q, V]: how often each token is in the output before each row.  Without drafted ancestors, all rows
+    have equal counts, and the result is [B, 1, V]."""
     assert params.counts is not None
     if drafted_ancestors is None:
         return params.counts[:, None]

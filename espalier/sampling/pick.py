@@ -127,7 +127,7 @@ def gumbel(seeds: Tensor, positions: Tensor, vocab_size: int, dtype: torch.dtype
     """Returns standard Gumbel noise [B, P, vocab] for tokens drawn at positions [B, P] with seeds [B], both int64.
 
     The noise is -log(-log(u)) with u = ((r >> 9) + 0.5) * 2**-23, from random bits r.  With 24 bits or more, the
-    largest u would round to 1.0 in float32, and its noise would be infinite.  In a large vocabulary, this would now and
-    then choose a token whatever its logit is."""
+    largest u would round to 1.0 in float32.  The noise would then be infinite, and its token would be picked whatever
+    its logit is.  In a large vocabulary, this would happen now and then."""
     uniform = ((random_bits(seeds, positions, vocab_size) >> 9) & 0x7FFFFF).to(dtype).add_(0.5).mul_(2.0**-23)
     return uniform.log_().neg_().log_().neg_()

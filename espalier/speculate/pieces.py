@@ -55,8 +55,8 @@ class PieceRows:
 
     @classmethod
     def of_pass(cls, slots: BatchState, length: Tensor, width: int, pieces: Pieces | None) -> "PieceRows":
-        """Makes the rows of a pass.  slots: the batch; length: [B], the number of each request's tokens in this pass;
-        width: rows of a piece; pieces: None if each request has one piece."""
+        """Makes the PieceRows of a pass.  slots: the batch; length: [B], the number of each request's tokens in this
+        pass; width: rows of a piece; pieces: None if each request has one piece."""
         if pieces is None:
             return cls(slots, length, None, slots.index)
         piece_slots = gather_slots(slots.table, slots.index[pieces.request_row])

@@ -91,7 +91,7 @@ class ModelRunner:
 
     @property
     def reads_all_hidden(self) -> bool:
-        """Whether the draft reads the target's last hidden state, before or after the final norm, at every token."""
+        """Whether the draft reads the output of the target's last layer, normed or not, at every token of a prompt."""
         return (
             self.drafter.spec.target_output == "hidden" or self.target.config.num_layers in self.target.captured_layers
         )

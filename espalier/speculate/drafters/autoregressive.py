@@ -189,15 +189,15 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
         feed: Feed,
         length: Tensor,
         is_split: bool,
-        needed: Tensor | None = None,
+        needed_row: Tensor | None = None,
     ) -> Tensor:
         """Runs one module over the new tokens.  Each request has as many rows as `feed` has.
 
-        Returns the output [B, W, H]; row i belongs to token prefix_len + 1 + i of `rows.slots`.  needed: [B], the only
-        row of each request whose output is read (Pass.needed_row); None if all outputs are read."""
+        Returns the output [B, W, H]; row i belongs to token prefix_len + 1 + i of `rows.slots`.  needed_row: [B], the
+        only row of each request whose output is read (Pass.needed_row); None if all outputs are read."""
         hidden, parents = feed
         width = hidden.shape[1] if parents is None else parents.shape[1]
-        length = rows.length(length)
+        length = rows.module_length(length)
         positions, tokens, page_rows = extend_rows(rows.slots, length, width)
         if self.draft.has_experts:
             tokens = tokens.masked_fill(positions > rows.slots.prefix_len[:, None] + length[:, None], VOID)
@@ -210,7 +210,7 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
             page_rows=page_rows.flatten(),
             # Modules fill different rows, so each module commits its own rows.
             commits_by_layer=is_split or self.spec.num_modules > 1,
-            needed_row=needed,
+            needed_row=needed_row,
         )
         out = self.draft.modules[module - 1](p, hidden, parents)
         p.commit()

@@ -42,10 +42,10 @@ class ModuleRows:
     prefix: Prefix
     num_missing: Tensor | None = None
 
-    def length(self, length: Tensor) -> Tensor:
-        """Returns [B]: how many rows the module has in a pass in which module 1 has `length` [B] rows; 0 or less if the
-        module has no rows."""
-        return length if self.num_missing is None else length - self.num_missing
+    def module_length(self, pass_length: Tensor) -> Tensor:
+        """Returns [B]: how many rows the module has in a pass in which module 1 has `pass_length` [B] rows; 0 or less
+        if the module has no rows."""
+        return pass_length if self.num_missing is None else pass_length - self.num_missing
 
 
 def module_rows(slots: BatchState, num_modules: int) -> list[ModuleRows]:
@@ -111,7 +111,7 @@ class ChainFeeds(ModuleFeeds):
         previous_output = self.outputs[module - 2]
         first = load_carried_field(self.slots, feed_name(module))
         if self.is_split:
-            last = (previous_rows.length(self.length) - 1).clamp(min=0)
+            last = (previous_rows.module_length(self.length) - 1).clamp(min=0)
             first = _from_previous_piece(self.slots, first, gather_rows(last[:, None], previous_output))
         assert own_rows.num_missing is not None
         num_missing = (
@@ -122,7 +122,7 @@ class ChainFeeds(ModuleFeeds):
         return torch.cat((first, previous_output), 1), self.offsets + num_missing[:, None]
 
     def state_to_carry(self, module: int) -> tuple[Tensor, Tensor]:
-        return self.outputs[module - 2], self.rows[module - 2].length(self.length)
+        return self.outputs[module - 2], self.rows[module - 2].module_length(self.length)
 
     @staticmethod
     def tree_feed(

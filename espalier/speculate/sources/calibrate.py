@@ -101,10 +101,10 @@ class CandidateNodes(NamedTuple):
     @property
     def draft_sequences(self) -> set[tuple[int, ...]]:
         """The token sequences, from depth 1 to a node, of all nodes that the draft proposed for one request."""
-        above: list[tuple[int, ...]] = []
+        sequences: list[tuple[int, ...]] = []
         for exists, parent, token in zip(self.exists, self.parents.tolist(), self.tokens.tolist(), strict=True):
-            above.append((*above[parent], token) if exists else ())
-        return {tokens for tokens, kind in zip(above, self.kinds.tolist(), strict=True) if kind >= PATH_KINDS}
+            sequences.append((*sequences[parent], token) if exists else ())
+        return {tokens for tokens, kind in zip(sequences, self.kinds.tolist(), strict=True) if kind >= PATH_KINDS}
 
 
 def requests_that_sample(slots: BatchState) -> Tensor:

@@ -84,7 +84,7 @@ def _build_tree(tree: Tree, paths: Paths, chosen: Tensor, first_equal: Tensor, b
     (batch, size), drafted = best_scores.shape, tree.tokens.shape[1]
     device = best_scores.device
     order = torch.arange(size - drafted, device=device)
-    # For each node of a path, the node before it.  Before the first node: the root.
+    # For each node of a path, its parent: the node before it in the path, or the root for the first node.
     before = torch.where(order % steps == 0, 0, drafted + order - 1).expand(batch, -1)
     parents = first_equal.gather(1, torch.cat((tree.parents, before), 1))
     place = torch.zeros_like(first_equal).scatter_(
