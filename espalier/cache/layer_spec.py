@@ -160,6 +160,7 @@ class RecurrentState:
     delta: whether a new row's value replaces the value that its key reads from the state (the delta rule).  If false,
     the new value is added.  units: whether q and k are scaled to unit length, and q is divided by √k_size."""
 
+    # A layer with a state keeps no rows, so the fields that describe rows are empty.
     kind: ClassVar[str] = "a state"  # the words for this data in error texts
     dtype: ClassVar[None] = None
     planes: ClassVar[Mapping[str, RowShape]] = {}

@@ -164,7 +164,10 @@ class StateTable:
 
 @dataclass
 class PassStates:
-    """Reads and writes the states in one pass.  parents, ancestor_bits: see Nodes; None if the pass has no tree."""
+    """Reads and writes the states in one pass.
+
+    parents, ancestor_bits: the parent's index and the ancestors' bits of each tree node; None if the pass has no
+    tree."""
 
     state_table: StateTable
     state_access: StateAccess

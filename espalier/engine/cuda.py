@@ -75,7 +75,7 @@ class HostEntry:
 
 @dataclass(frozen=True)
 class CudaLaunchHandle:
-    """A launch in flight.  prompt_logprobs: as in read_results; pinned, complete after `host_entry.copied_event`."""
+    """A launch in flight.  prompt_logprobs: [N, words], pinned; complete after `host_entry.copied_event`."""
 
     results: ResultsRing
     host_entry: HostEntry
@@ -414,7 +414,7 @@ class CudaExecutor:
         return CapturedLaunch(vector, graph)
 
     def _capture_stages(self, graph_pool: Any) -> None:
-        """Captures staged rounds of each bucket size, in `graph_pool`.  If memory runs out, the others run eagerly."""
+        """Captures staged rounds of each bucket size, in `graph_pool`.  Sizes that do not fit there run eagerly."""
         began_s, reserved_before = time.perf_counter(), torch.cuda.memory_reserved(self.device)
         batch_buckets = self.captured_buckets[::-1]
         for batch in track(batch_buckets, "capturing staged rounds", console=Console(stderr=True), transient=True):

@@ -140,8 +140,8 @@ def run_launch(
 ) -> RoundOutput:
     """Runs one launch: updates the slot table, runs a round or a prefill pass, and writes the results.
 
-    device_launch: the packed launch input on the device.  width, prompt_rows: as in LaunchInput.  masks:
-    LaunchInput.masks on the device."""
+    device_launch: the packed launch input on the device.  width: the rows of each piece of a prefill pass; 0 for a
+    round.  prompt_rows: the rows whose log-probabilities are wanted.  masks: LaunchInput.masks, on the device."""
     device_launch.update_slot_table(runner.table)
     launch, snapshots = device_launch, device_launch.snapshots
     if width:

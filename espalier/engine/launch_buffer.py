@@ -32,8 +32,7 @@ class LaunchBuffer:
     """A packed launch: either on the host, as `pack_launch` makes it, or a copy on the device.
 
     vector: [n] int64, a NumPy array on the host and a tensor on the device.  Each part is padded with zeros to a
-    multiple of PART_ALIGNMENT.  part_sizes: (name, length) of each part, in order, without this padding.
-    """
+    multiple of PART_ALIGNMENT.  part_sizes: (name, length) of each part, in order, without this padding."""
 
     vector: Any
     part_sizes: PartSizes
@@ -48,9 +47,11 @@ class LaunchBuffer:
 
         ring_entry: [1], the entry of the results ring to write.  slots: [B], padded with slot 0.
         lengths: [B], the number of each request's tokens that a prefill pass computes; empty for a round.
-        piece_request_row, piece_token_offset: [P], piece_last_piece: [B], as in speculate/pieces.py:Pieces; empty in a
-        form without pieces.
-        snapshot_num_tokens, snapshot_row: [B], as in cache/states.py:SnapshotTargets; empty without snapshots.
+        piece_request_row, piece_token_offset: [P], for each piece its request's row of the batch, and the number of
+        this request's tokens in earlier pieces.  piece_last_piece: [B], the index of each request's last piece.  All
+        three are empty in a form without pieces.
+        snapshot_num_tokens, snapshot_row: [B], after how many tokens a request's recurrent state is copied, and the
+        table row that gets the copy; empty without snapshots.
         cleared: slots that get a new request.
         FIELD.at, FIELD.values: for each updated field of the slot table, the indices and the new values."""
         parts = self.vector.split([_aligned_size(size) for _, size in self.part_sizes])
@@ -144,8 +145,7 @@ def _padded_sizes(layout: RoundLayout, launch_input: LaunchInput, form: LaunchFo
     """Returns the lengths to which parts are padded with zeros.
 
     A padding zero in an update of the page table writes 0 to cell 0, the first page of the dummy request.  That page is
-    page 0 already.
-    """
+    page 0 already."""
     if launch_input.is_prefill:
         return {"slots": form.batch, "lengths": form.batch, "piece_last_piece": form.batch if form.pieces else 0}
     capacity, count = layout.max_appended_pages(form.batch), len(launch_input.appended_pages)

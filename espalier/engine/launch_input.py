@@ -56,8 +56,9 @@ class LaunchInput:
     is_staged: whether the round runs in stages, because one of its requests has a grammar.
     reports_trees: whether results contain the trees.
     guesses: (slot, guesses of the host's sources for this slot).
-    survival: [NODE_KINDS, S], draft_skill: by slot; both as in SlotTable.  They are empty unless scores are calibrated
-    (speculate/sources/calibrate.py).  survival is also None if the device already has the same values."""
+    survival: [NODE_KINDS, S] float32, by kind and depth: the log-probability that a node is right if its parent is
+    right; None if the device already has the same values.  draft_skill: by slot, added to this log-probability for the
+    draft's nodes.  Both are missing unless scores are calibrated (speculate/sources/calibrate.py)."""
 
     slots: tuple[int, ...]
     sampling_features: SamplingFeatures
@@ -166,8 +167,8 @@ class RequestResult:
     logprobs: rows as in espalier/logprobs.py, one for each emitted token; None if the request wants none.
     prompt_logprobs: such rows for the prompt tokens that follow the request's rows of LaunchInput.prompt_rows; None if
     it has no such rows.
-    sibling_ranks, is_leaf: as in acceptance.py:AcceptanceSample; () and True if LaunchInput.tree is None or has no
-    steps.
+    sibling_ranks: for each accepted node its rank among its siblings, 0 for the most probable.  is_leaf: whether the
+    last accepted node has no child.  They are () and True if LaunchInput.tree is None or has no steps.
     own_text_paths: (kind, tokens) of the paths that the device found in the request's prompt and output.
     candidates: [D] int64, all nodes of the request's tree, even those that got none of the batch's shared rows, packed
     by `pack_nodes`; None if no tree of the batch has such nodes.

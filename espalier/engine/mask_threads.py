@@ -82,7 +82,7 @@ class MaskThreadPool:
             thread.start()
 
     def _handle_slow_threads(self, call: "_PoolCall", overrun_s: Callable[[float], float]) -> None:
-        """Starts other threads beside slow threads.  Abandons the slow threads if they have used up the limit."""
+        """Starts further threads if threads are slow.  Abandons the slow threads if they have used up the limit."""
         with call.lock:
             running = [
                 (thread, thread.job) for thread in self.threads if thread.job is not None and thread.job.call is call

@@ -61,8 +61,7 @@ class BeamMasks(NamedTuple):
     """The tokens that may follow the beams of some requests of a batch; any token may follow the other beams.
 
     rows: the places of these requests in the batch; forced: [len(rows), K] int64, the token if only one may follow,
-    else -1; masks: [len(rows), K, words] int32.
-    """
+    else -1; masks: [len(rows), K, words] int32."""
 
     rows: tuple[int, ...]
     forced: np.ndarray
@@ -84,7 +83,7 @@ class MaskBuilder:
 
     steps: the levels of the largest tree.  slow_maskers: maskers that took too long.  They are never called again.
     guides_forced: whether the draft gets forced tokens.  guides_mask: whether the draft gets masks of allowed tokens.
-    guides_all_levels: whether the draft gets both also at deeper tree levels, where it asks for them (`beam_masks`).
+    guides_all_levels: whether the draft, where it asks at deeper tree levels (`beam_masks`), gets an answer.
     Only measurements set these three to False."""
 
     def __init__(self, vocab_size: int, steps: int):
@@ -115,8 +114,7 @@ class MaskBuilder:
     def prompt_masks(self, batch: Sequence[Request]) -> np.ndarray | None:
         """Returns [B, 1, words] int32: the tokens that may follow each prompt; None if any token may.
 
-        Only a prompt whose last token is in this pass gets a mask, because only such a prompt gets a next token.
-        """
+        Only a prompt whose last token is in this pass gets a mask, because only such a prompt gets a next token."""
         picking = [r.masker if r.num_prefilled >= r.prefill_len and not r.output else None for r in batch]
         rows = _rows_with_masker(picking)
         if not rows:
@@ -149,8 +147,8 @@ class MaskBuilder:
     def beam_masks(self, maskers: Maskers, tokens: Tensor, ancestor_bits: Tensor) -> BeamMasks:
         """Returns the tokens that may follow the beams of a tree level.
 
-        tokens, ancestor_bits: as in sampling.mask.AskAllowedTokens, on the host.
-        """
+        tokens: [B, E], all tokens drafted so far.  ancestor_bits: [B, beams, W], whose bit e says whether drafted token
+        e is on the path to the beam.  Both are on the host."""
         rows, beams = _rows_with_masker(maskers), ancestor_bits.shape[1]
         out = BeamMasks(
             rows,

@@ -44,8 +44,7 @@ PREEMPTED_CLIENT = None
 class FairQueue:
     """The requests of one priority.  virtual_time: the start tag of the last request that got a slot.
 
-    is_valid: returns whether an entry still waits; invalid entries are dropped when they reach the front.
-    """
+    is_valid: returns whether an entry still waits; invalid entries are dropped when they reach the front."""
 
     def __init__(self, is_valid: Callable[[QueueEntry], bool]):
         self.is_valid = is_valid

@@ -104,8 +104,8 @@ class Decisions(NamedTuple):
 
 
 class FailureReport(NamedTuple):
-    """The rank has failed.  is_refusal: whether the error was an EspalierError; is_out_of_memory: whether memory ran
-    out."""
+    """The rank has failed.  error: the text of the error.  is_refusal: whether the error was an EspalierError.
+    is_out_of_memory: whether memory ran out."""
 
     error: str
     is_refusal: bool
@@ -171,8 +171,7 @@ class OtherRanks:
     """Ranks 1 to N - 1.
 
     collectives: rank 0's collectives, which are aborted when a rank fails; None before the ranks are joined.
-    rendezvous_folder: holds the files through which ranks find one another.
-    """
+    rendezvous_folder: holds the files through which ranks find one another."""
 
     def __init__(self, peers: Sequence[Peer]) -> None:
         self.peers = tuple(peers)
@@ -195,7 +194,7 @@ class OtherRanks:
                 raise self.failure_that_caused(error) from None
 
     def load(self, source: Any) -> None:
-        """Tells every other rank to load models, and does not wait.  source: as in LoadModels."""
+        """Tells every other rank to call source.load, which loads the rank's models.  Does not wait."""
         self.num_loads_sent += 1
         self.send(LoadModels(source))
 
@@ -241,8 +240,7 @@ class OtherRanks:
     def wait_for_messages(self, message_type: type, number: int = 0) -> list[Any]:
         """Waits until every rank has sent a message of this type with this number.  Returns them in rank order.
 
-        Raises RankFailed, or the EspalierError of a rank.
-        """
+        Raises RankFailed, or the EspalierError of a rank."""
 
         self._wait_for(lambda: all((message_type, number) in peer.received_messages for peer in self.peers))
         return [peer.received_messages.pop((message_type, number)) for peer in self.peers]

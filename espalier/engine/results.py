@@ -31,10 +31,11 @@ class ResultColumns:
 
     length: the number of emitted tokens.  num_finite: how many emitted tokens come before the first token with
     non-finite logits.  emitted: the emitted tokens.  path: the indices of the accepted nodes, the root first.
-    tokens, parents, depths, scores: of all nodes.  own_text_paths, candidates: as in RequestResult, as int64 values.
-    logprobs: for each emitted token a row as in espalier/logprobs.py; undefined if the request wants none.
-    max_top_logprobs: how many likeliest tokens a row of `logprobs` has: MAX_LOGPROBS, or fewer with a small vocabulary.
-    checksum_weights: int64, the factors of tokens and parents in RequestResult.tree_checksum."""
+    tokens, parents, depths, scores: of all nodes.  own_text_paths: the paths found in the request's own text.
+    candidates: all drafted nodes, packed by `pack_nodes`.  logprobs: for each emitted token a row as in
+    espalier/logprobs.py; undefined if the request wants none.  max_top_logprobs: how many likeliest tokens a row of
+    `logprobs` has: MAX_LOGPROBS, or fewer with a small vocabulary.  checksum_weights: int64, the factors of tokens and
+    parents in RequestResult.tree_checksum."""
 
     length: slice
     num_finite: slice

@@ -23,8 +23,7 @@ class CpuCosts:
 
     row_cost: the time of one more row.  lookup_cost: the time to look for guesses.  draft_cost: the time of a draft
     pass; 0 for a drafter without a model.  The defaults were measured on one core, with models of at most 135M
-    parameters.
-    """
+    parameters."""
 
     row_cost: float = 0.03
     lookup_cost: float = 0.05

@@ -13,8 +13,8 @@ from espalier.request import Request
 class RoundTrees:
     """Decides the tree of each round, and counts results.
 
-    chooser: chooses among RoundLayout.choices; None to run the fixed tree of each batch size; runs_any_tree: as in
-    Executor.
+    chooser: chooses among RoundLayout.choices; None to run the fixed tree of each batch size.
+    runs_any_tree: whether a round may have another tree than the layout's trees (Executor.runs_any_tree).
     num_rounds: how many rounds of each tree were launched."""
 
     def __init__(self, layout: RoundLayout, chooser: TreeChooser | None = None, runs_any_tree: bool = False) -> None:

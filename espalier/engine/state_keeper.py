@@ -29,8 +29,7 @@ class NoStateKeeper:
         """Returns (the first row to compute, the tokens that count as cached) of a request that got its slot and pages.
 
         first_row: the first row to compute in a model without states; num_cached_tokens: tokens with rows in shared
-        pages.
-        """
+        pages."""
         return first_row, num_cached_tokens
 
     def max_prefill_tokens(self, request: Request) -> int:
@@ -159,6 +158,7 @@ class StateKeeper(NoStateKeeper):
         return snapshots.pending_snapshot
 
     def _launch_snapshots(self, snapshots: Sequence[tuple[int, int] | None]) -> IntPairs:
+        """Returns LaunchInput.snapshots.  snapshots: for each request (page end in tokens, table row), or None."""
         if not any(snapshots):
             return ()
         return tuple(NO_SNAPSHOT if each is None else (each[0] - self.tokens_before_end, each[1]) for each in snapshots)

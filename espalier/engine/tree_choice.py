@@ -45,12 +45,12 @@ log = logging.getLogger("espalier")
 class ChoicePace(NamedTuple):
     """How fast the choice of the tree follows the text.
 
-    min_rounds, min_samples, min_prior: as in Acceptance.
+    min_rounds, min_samples: estimates come from at least so many rounds and samples.  min_prior: the least weight of
+    the assumed acceptance rates, in samples.
     exploration_rounds: the rounds of an exploration.  single_request_rounds: the additional rounds of an exploration
     with a batch of one request, because such a round shows less.  rounds_before_change: how long a chosen tree runs
     before another may replace it.  rounds_per_choice: the rounds from one comparison of trees to the next.  Comparing
-    takes long in comparison with a short round.
-    """
+    takes long in comparison with a short round."""
 
     min_rounds: int
     min_samples: int
@@ -84,8 +84,7 @@ class LookupGain(NamedTuple):
 class TreeChooser:
     """Decides the tree of each round.  This base class runs the layout's tree in every round and ignores results.
 
-    num_changes: how often the chosen tree has changed.
-    """
+    num_changes: how often the chosen tree has changed."""
 
     num_changes = 0
 
@@ -341,6 +340,7 @@ class MeasuredTreeChooser(TreeChooser):
         return 1 + drafting_share * (self._acceptance_of(tree).accept_length(tree) - 1)
 
     def _switch_if_better(self, bucket: BucketState, rates: dict[TreeShape, float]) -> None:
+        """Replaces the chosen tree if another tree is better.  rates: the expected tokens a second of each tree."""
         best = max(rates, key=lambda tree: rates[tree])
         if self._is_tried(bucket) and rates[best] > MIN_SPEEDUP * rates[bucket.tree]:
             if best == PLAIN_TREE:
@@ -360,7 +360,11 @@ class MeasuredTreeChooser(TreeChooser):
     def _explore_if_due(
         self, bucket: BucketState, rates: dict[TreeShape, float], drafting_share: float
     ) -> TreeShape | None:
-        """Returns the tree that is explored from this round on; None if no exploration is due."""
+        """Returns the tree that is explored from this round on; None if no exploration is due.
+
+        rates: the expected tokens a second of each tree.  drafting_share: the share of requests that can accept
+        guesses.
+        """
         if bucket.rounds_to_exploration > 0:
             return None
         bucket.exploration_interval = bucket.rounds_to_exploration = min(2 * bucket.exploration_interval, MAX_INTERVAL)

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# A function that asks which tokens may follow each of Q draft rows.  Arguments: tokens [B, E] and ancestor_bits
-# [B, Q, W], as in DraftedAncestors.  Returns (tokens [B, Q], masks [B, Q, words]): if only one token may follow a row,
-# this token, else -1; and the mask of all tokens that may follow.
+# A function that asks which tokens may follow each of Q draft rows.  Arguments: the tokens [B, E] drafted so far, and
+# ancestor bits [B, Q, W], whose bit e says whether token e is on the path to the row.  Returns (tokens [B, Q], masks
+# [B, Q, words]): if only one token may follow a row, this token, else -1; and the mask of all tokens that may follow.
 AskAllowedTokens = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 WORD_BITS = 32
 ALL_ALLOWED = -1

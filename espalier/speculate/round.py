@@ -120,14 +120,15 @@ class ModelRunner:
 class RoundOutput:
     """The output of a launch.  W is 1 for a prefill pass, and S + 1 for a round.
 
-    path: the accepted nodes and the emitted tokens.  num_logprobs: [B], as in BatchState.
+    path: the accepted nodes and the emitted tokens.  num_logprobs: [B], how many likeliest tokens to report beside each
+    emitted token; -1 to report no log-probabilities.
     logits: [B, R, V], for R rows of each request.  logit_rows: [B, W], the row in [0, R) from whose logits each emitted
     token was picked.
     tree: the tree of a round; None for a prefill pass.
     prompt_logprobs: [N], for the prompt rows whose log-probabilities are wanted; None without such rows.
-    own_text_paths: [B, P · (1 + S)], the P paths that the device found in the request's own text.  candidates: [B, D],
-    all drafted nodes, also those that got none of the batch's shared rows.  Both as in SlotTable; None unless scores
-    are calibrated (speculate/sources/calibrate.py)."""
+    own_text_paths: [B, P · (1 + S)], kind and tokens of the P paths that the device found in the request's own text.
+    candidates: [B, D], all drafted nodes, also those that got none of the batch's shared rows, packed by `pack_nodes`.
+    Both are None unless scores are calibrated (speculate/sources/calibrate.py)."""
 
     path: AcceptedPath
     logits: Tensor
@@ -310,7 +311,8 @@ def prefill(
 
     The tokens are divided into pieces of `width` rows, and the first token is the slot's root.  If a request's known
     tokens end in this pass, its next token is sampled and emitted.
-    pieces: None if each request has one piece.  mask: [B, 1, ceil(V / 32)] int32, as in `settle`, for that token.
+    pieces: None if each request has one piece.  mask: [B, 1, ceil(V / 32)] int32, with a bit for each token that says
+    whether it may be sampled; None if all may be.
     prompt_rows: the rows whose log-probabilities are wanted.  snapshots: as in `decode_round`."""
     slots = gather_slots(runner.table, slot_ids)
     rows = PieceRows.of_pass(slots, length, width, pieces)
@@ -359,7 +361,8 @@ def void_padding(runner: ModelRunner, tokens: Tensor, exists: Tensor) -> Tensor:
 def compute_prompt_logprobs(
     runner: ModelRunner, slots: BatchState, positions: Tensor, hidden: Tensor, rows: PromptRows
 ) -> Logprobs:
-    """Returns the log-probabilities of the prompt tokens that follow `rows`.
+    """Returns the log-probabilities of the prompt tokens that follow `rows`.  positions: [P, W], hidden: [P, W, H], of
+    all rows of the pass.
 
     The last of these prompt tokens may be the first token of the next pass."""
     following = rows.select(slots.history_at(positions + 1))

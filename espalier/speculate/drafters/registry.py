@@ -108,7 +108,7 @@ BUILT_IN_FORMATS = (
         sharding="as target",
     ),
 )
-# The formats, by algorithm.  Code outside this package adds a format so: DRAFT_FORMATS[FORMAT.algorithm] = FORMAT.
+# The formats, by algorithm.  Code outside this package adds a format by DRAFT_FORMATS[FORMAT.algorithm] = FORMAT.
 DRAFT_FORMATS: dict[str, DraftFormat] = {draft_format.algorithm: draft_format for draft_format in BUILT_IN_FORMATS}
 # Names of unsupported drafts, by architecture or speculators_model_type.
 UNSUPPORTED_DRAFTS = {
@@ -121,7 +121,7 @@ UNSUPPORTED_MTP = {
     **dict.fromkeys(("Step3p5ForCausalLM", "Step3p5MTP"), "Step-3.5"),
     **dict.fromkeys(("Qwen3NextForCausalLM", "Qwen3NextMTP"), "Qwen3-Next"),
 }
-# Drafters that need no files, by algorithm.  Code outside this package adds one so: WITHOUT_FILES["name"] = ITS_CLASS.
+# Drafters that need no files, by algorithm.  Code outside this package adds a drafter by WITHOUT_FILES["name"] = CLASS.
 # Child processes do not see such an addition.  They find drafters only by the entry points (in the group ENTRY_POINTS)
 # of installed packages.
 WITHOUT_FILES: dict[str, type[DrafterWithoutFiles]] = {

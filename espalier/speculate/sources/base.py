@@ -27,7 +27,7 @@ def path_kind(source: str, strength: int) -> int:
 def match_strength(num_matching: int) -> int:
     """Returns the match strength of a guess, from 1 to MATCH_STRENGTHS.
 
-    num_matching: how many tokens agree: those before the place from which the guess was copied, and the last tokens of
+    num_matching: how many tokens right before the place from which the guess was copied are equal to the last tokens of
     the request's text."""
     return min(MATCH_STRENGTHS, max(num_matching, 1).bit_length())
 

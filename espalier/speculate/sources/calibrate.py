@@ -59,8 +59,8 @@ def middle_probability(confidence_level: int) -> float:
 def calibrate_scores(tree: Tree, kinds: Tensor, survival: Tensor, draft_skill: Tensor) -> Tree:
     """Returns the same trees with calibrated scores.
 
-    kinds: [B, D], from `draft_node_kinds`; survival: [NODE_KINDS, S] and draft_skill: [B, 1], both float32 as in
-    SlotTable."""
+    kinds: [B, D], from `draft_node_kinds`; survival: [NODE_KINDS, S] float32, by kind and depth, and
+    draft_skill: [B, 1] float32, by request; both are logarithms (survival.py)."""
     is_no_guess = _is_root_or_void(tree)
     step = (survival[kinds, (tree.depths - 1).clamp(min=0)] + draft_skill).clamp(max=math.log(MAX_STEP_PROBABILITY))
     step = (step + TIE_BREAK_WEIGHT * _step_log_probability(tree)).masked_fill(is_no_guess, 0)

@@ -82,7 +82,8 @@ class IndexSource(HostSource):
     def _num_matching(self, text: np.ndarray, place: int, salt: int) -> int:
         """Returns how many tokens of the ring, up to index `place`, equal the last tokens of `text`.
 
-        The count ends where the stored text at `place` begins.  It is 0 if that text has another salt."""
+        The count ends where the stored text at `place` begins.  It is 0 if that text is from a client with another
+        salt."""
         if self.text_ids[place] >> TEXT_NUMBER_BITS != salt:
             return 0
         # The comparison stops at the oldest token of the ring.  In the ring, the newest token comes right before it.

@@ -128,7 +128,8 @@ class SurvivalCounts:
     ) -> None:
         """Counts the draft's nodes of a round.
 
-        request_ids: [B]; candidates: [B, D], as in SlotTable; emitted: the emitted tokens of each request."""
+        request_ids: [B]; candidates: [B, D], the nodes of each request's tree, packed by `pack_nodes`; emitted: the
+        emitted tokens of each request."""
         exists, kinds, depths, parents, tokens = CandidateNodes.unpack(candidates)
         if not (kinds >= PATH_KINDS).any():
             return

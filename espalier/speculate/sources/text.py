@@ -1,4 +1,4 @@
-"""A source on the device that searches the request's own text for its last tokens (n-gram lookup)."""
+"""A source on the device: finds a request's last tokens earlier in its text, and proposes the tokens that followed."""
 
 import torch
 
