@@ -187,8 +187,8 @@ class PassStates:
         """Convolve the inputs of N new rows, `width` per request.  Keep the results for `read` and StateTable.commit.
 
         inputs: [N, I], rows of I values, or partial sums [parts, N, I] of such rows.
-        gates: [N, 2, heads] (see StateRows), or the GateInputs from which the kernel computes them; None for a layer
-        that has only a convolution.  columns: the columns of q, k and v in a row of inputs; None for the order of
+        gates: [N, 2, heads], the natural logarithm of the decay, then beta; or the GateInputs from which the kernel
+        computes the gates; None for a layer that has only a convolution.  columns: the columns of q, k and v in a row of inputs; None for the order of
         RecurrentState.
         Returns q [B, width, k_heads, k_size]; without gates, the convolution's output [B, width, channels]."""
         states, is_tree = self.state_table.states[layer], self.state_access.length is None

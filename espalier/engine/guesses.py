@@ -22,7 +22,7 @@ from espalier.speculate.sources.survival import SurvivalCounts
 # probability.  Less probable guesses seldom get nodes in the tree.
 MIN_REACH_PROBABILITY_WITH_DRAFT = 0.6
 # A token of a guess gets a row of the verify pass if, with at least this probability, the guess is correct up to and
-# including the token.  One more row takes about this share of the time in which a request gets one token.
+# including the token.  Verifying one more row takes about this share of the time per emitted token.
 MIN_REACH_PROBABILITY = 0.06
 # The counts of correct guesses are logged after this many rounds, and each time that the number of rounds has doubled.
 FIRST_LOGGED_ROUND = 256

@@ -48,7 +48,7 @@ class LaunchInput:
     lengths: by slot, the number of tokens to compute.  width: the rows of each piece; 0 for a round.
     pieces: for each piece (speculate/pieces.py), (row of the batch, offset of the piece's first token in the request's
     tokens of this pass); empty if each slot has one piece.
-    slot_inits: requests that get a slot.  A round has none, because its launch input has a fixed form.
+    slot_inits: requests that get a slot.  A round has none, because the launch input of a round has a fixed size.
     prompt_rows: the rows whose log-probabilities are wanted; None if none are wanted.
     masks: [B, 1, words] int32, the tokens that may be picked; None if all may be picked.
 

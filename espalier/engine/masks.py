@@ -83,7 +83,7 @@ class MaskBuilder:
 
     steps: the levels of the largest tree.  slow_maskers: maskers that took too long.  They are never called again.
     guides_forced: whether the draft gets forced tokens.  guides_mask: whether the draft gets masks of allowed tokens.
-    guides_all_levels: whether the draft, where it asks at deeper tree levels (`beam_masks`), gets an answer.
+    guides_all_levels: whether the draft gets an answer when it asks for masks at deeper tree levels (`beam_masks`).
     Only measurements set these three to False."""
 
     def __init__(self, vocab_size: int, steps: int):

@@ -82,7 +82,7 @@ class Scheduler:
         self.num_rounds: Counter[int] = Counter()
         self._launches_in_flight = 0
         self._last_was_prefill = False
-        # The cost of delaying the next prefill pass, in rows (prefill_policy.is_prefill_next).
+        # The rows that rounds since the last prefill pass would have run for the requests that wait for the next pass.
         self._idle_rows = 0.0
         self._output_chunks: list[OutputChunk] = []
         self._aborted_requests: list[Request] = []

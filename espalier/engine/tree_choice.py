@@ -22,9 +22,10 @@ from espalier.layout import PLAIN_TREE, RoundLayout, TreeShape, next_bucket
 MIN_SPEEDUP = 1.02
 # Rounds from a change of the tree to the first exploration.  Each later interval is twice as long, up to MAX_INTERVAL.
 MIN_INTERVAL, MAX_INTERVAL = 16, 256
-# A tree is explored if its expected tokens a second, divided by the best tree's, are at least MIN_RIVAL_RATE.  Instead,
-# MIN_UNKNOWN_RATE holds for trees that have not run, because predicted times have errors of up to 15% (tree_cost.py),
-# and for trees deeper than the current tree, because current rounds do not show how deep tokens are accepted.
+# A tree is explored if its expected tokens a second, divided by the best tree's, are at least MIN_RIVAL_RATE.  For two
+# kinds of trees, MIN_UNKNOWN_RATE replaces this bound: trees that have not run, because predicted times have errors of
+# up to 15% (tree_cost.py); and trees deeper than the current tree, because rounds of the current tree do not show how
+# often deeper tokens are accepted.
 MIN_RIVAL_RATE, MIN_UNKNOWN_RATE = 0.85, 0.75
 # Plain decoding and trees without a draft pass do not show how often the draft's tokens are accepted.  So when an
 # exploration starts, older rounds lose weight: together they weigh OLD_ROUNDS_WEIGHT times as much as the exploration.
@@ -363,8 +364,7 @@ class MeasuredTreeChooser(TreeChooser):
         """Returns the tree that is explored from this round on; None if no exploration is due.
 
         rates: the expected tokens a second of each tree.  drafting_share: the share of requests that can accept
-        guesses.
-        """
+        guesses."""
         if bucket.rounds_to_exploration > 0:
             return None
         bucket.exploration_interval = bucket.rounds_to_exploration = min(2 * bucket.exploration_interval, MAX_INTERVAL)
