@@ -83,7 +83,8 @@ class StateAccess:
         )
 
     def path_rows(self, source_rows: Tensor | None, width: int, spare_row: int) -> PathRows:
-        """Returns the rows that update the states: staged rows source_rows [B, width], or None: the pass's own rows."""
+        """Returns the rows that update the states.  source_rows: [B, width], rows of the staging buffers; None if the
+        pass's own rows update the states."""
         assert self.length is not None
         continues, is_last_row = (self.continues_previous, self.is_last_row) if self.is_split else (None, None)
         snapshots = self.rows_before_snapshot, None if self.snapshots is None else self.snapshots.row
@@ -188,8 +189,8 @@ class PassStates:
 
         inputs: [N, I], rows of I values, or partial sums [parts, N, I] of such rows.
         gates: [N, 2, heads], the natural logarithm of the decay, then beta; or the GateInputs from which the kernel
-        computes the gates; None for a layer that has only a convolution.  columns: the columns of q, k and v in a row of inputs; None for the order of
-        RecurrentState.
+        computes the gates; None for a layer that has only a convolution.  columns: the columns of q, k and v in a row
+        of inputs; None for the order of RecurrentState.
         Returns q [B, width, k_heads, k_size]; without gates, the convolution's output [B, width, channels]."""
         states, is_tree = self.state_table.states[layer], self.state_access.length is None
         columns = states.cache_spec.columns if columns is None else columns

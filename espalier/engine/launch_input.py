@@ -164,9 +164,9 @@ class RequestResult:
     tokens: the emitted tokens; empty after a prefill pass that does not end the prompt.
     is_finite: False if the next token was dropped, because it was picked from logits that were not finite.
     tree: the tree, if LaunchInput.reports_trees.  tree_checksum: a number that almost surely differs if trees differ.
-    logprobs: rows as in espalier/logprobs.py, one for each emitted token; None if the request wants none.
-    prompt_logprobs: such rows for the prompt tokens that follow the request's rows of LaunchInput.prompt_rows; None if
-    it has no such rows.
+    logprobs: a packed row (espalier/logprobs.py) for each emitted token; None if the request wants none.
+    prompt_logprobs: a packed row for each prompt token whose log-probability LaunchInput.prompt_rows asks for; None if
+    the launch reports none for this request.
     sibling_ranks: for each accepted node its rank among its siblings, 0 for the most probable.  is_leaf: whether the
     last accepted node has no child.  They are () and True if LaunchInput.tree is None or has no steps.
     own_text_paths: (kind, tokens) of the paths that the device found in the request's prompt and output.

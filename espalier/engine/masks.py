@@ -92,7 +92,7 @@ class MaskBuilder:
         self.steps = steps
         self.threads = MaskThreadPool()
         self.slow_maskers: WeakSet[TokenMasker] = WeakSet()
-        # Processor seconds of each masker: the time of this round, plus half of the value before this round.
+        # The processor seconds of each masker: those of this round, plus half of the value before this round.
         self._used_s: WeakKeyDictionary[TokenMasker, float] = WeakKeyDictionary()
 
     def node_masks(self, maskers: Maskers, trees: HostTrees) -> NodeMasks:

@@ -129,7 +129,7 @@ class WaitingQueue:
         return None if entry is None else entry.request
 
     def put_back(self, entry: QueueEntry) -> None:
-        """Puts an entry that was set aside back into its old place in the queue."""
+        """Puts an entry that `pop` returned back into its old place in the queue."""
         self._valid_numbers[entry.request] = entry.number
         priority = entry.request.priority
         if priority not in self._by_priority:

@@ -371,7 +371,7 @@ class OtherRanks:
     def _abort_collectives(self) -> None:
         """Aborts the collectives, so that this rank stops waiting for the others."""
         if self.collectives is not None:
-            # An error of `abort` would tell less than the failure.
+            # An error of `abort` is dropped, because `failure` tells more.
             with suppress(Exception):
                 self.collectives.abort()
 
