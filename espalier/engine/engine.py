@@ -137,7 +137,7 @@ class Engine:
             self._read_result(previous)
 
     def raise_rank_failure(self) -> None:
-        """Raises the error of a failed rank.  Called while no request runs, because `step` is not called then."""
+        """Raises the error of a failed rank.  This finds failures while no request runs and `step` is not called."""
         if self.executor.failure is not None:
             with self._stop_on_error():
                 raise self.executor.failure

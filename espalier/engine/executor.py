@@ -95,9 +95,9 @@ class Executor(Protocol):
     def runs_any_tree(self) -> bool:
         """Whether a round may have a tree of any size up to the configured tree.
 
-        Then a smaller tree also takes less time.  If False, a round must have one of the trees of RoundLayout.choices,
-        and a staged round must have the tree of RoundLayout.for_batch.  Kernels and CUDA graphs exist only for these
-        trees."""
+        Then a smaller tree also takes less time.  If False, a round must have a tree of RoundLayout.for_batch or
+        RoundLayout.choices, and a staged round must have that of RoundLayout.for_batch.  Kernels and CUDA graphs exist
+        only for these trees."""
         ...
 
     @property

@@ -27,7 +27,7 @@ from espalier.speculate.tree import VOID, Tree
 
 @dataclass(frozen=True)
 class ResultColumns:
-    """The columns of a row of the ring, which has `width` columns.  Each field is the slice that holds one value.
+    """The columns of a row of the ring: for each value of a request's output, the slice of [0, width) that holds it.
 
     length: the number of emitted tokens.  num_finite: how many emitted tokens come before the first token with
     non-finite logits.  emitted: the emitted tokens.  path: the indices of the accepted nodes, the root first.

@@ -38,8 +38,8 @@ class ModelRunner:
     cache: the KV cache and recurrent states of the target's layers.
     shares_noise: whether the draft scores tokens with the random noise that the target samples with, so that more
     sampled tokens are accepted; False only for measurements.
-    trims_trees: whether the last nodes of the trees are left out of the verify pass if they are void in all trees of
-    the batch.  Then the host waits for the trees, and shapes differ from round to round, so no CUDA graph is possible.
+    trims_trees: whether the last nodes of the trees are left out of the verify pass if no tree of the batch uses them.
+    Then the host waits for the trees, and shapes differ from round to round, so no CUDA graph is possible.
     """
 
     layout: RoundLayout
@@ -53,7 +53,7 @@ class ModelRunner:
     def for_batch(self, batch: int) -> "ModelRunner":
         """Returns the runner for rounds of `batch` requests, with the tree of this batch size (RoundLayout.for_batch).
 
-        Both runners share models and buffers.
+        The returned runner has the same models and buffers.
 
         Raises EspalierError if batch is above max_batch."""
         self.layout.require_batch(batch)

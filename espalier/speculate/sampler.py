@@ -35,7 +35,7 @@ class DraftRows(NamedTuple):
 
     logits: [B, Q, draft vocabulary].  d2t: the target id of each draft id; None if both vocabularies are the same.
     position_offset, position_stride: the children of row q have position Sampler.first_position + position_offset + q ·
-    position_stride.  path_scores: [B, Q] float32, the summed log-probability of the path to each row's node.
+    position_stride.  path_scores: [B, Q] float32, for each row the sum of scores on the path to its node.
     drafted_ancestors: the drafted tokens on the path from the root to each row's node."""
 
     logits: Tensor
