@@ -17,7 +17,7 @@ class PageNode:
     """One cached page.
 
     last_used: the tree's clock when the page was last used; never smaller than last_used of the node's children.
-    has_draft_rows: whether the draft ran over the page's tokens.  Then it also ran over the tokens of all ancestors.
+    has_draft_rows: whether the draft ran over the page's tokens.  If so, it also ran over those of all ancestors.
     num_pins: the number of children that cannot be evicted, plus 1 if a request holds the page.  A node can be evicted
     only if num_pins is 0."""
 

@@ -26,7 +26,7 @@ MEASURED_DRAFT = "an EAGLE-3 head of llama-3.1-8b"
 # How often that draft's first child is accepted if the child's parent is accepted, by depth.  The last value holds for
 # all greater depths.
 FIRST_CHILD_RATES = (0.76, 0.64, 0.63)
-# The highest estimate of an acceptance rate.  It is below 1, because later guesses may fail even if none has failed.
+# The highest estimate of an acceptance rate.  MAX_RATE is below 1: later guesses may fail even if none has failed.
 MAX_RATE = 0.98
 # The requests of a round may share verify rows (TreeShape.shared_rows): those with more probable nodes get more rows.
 # The gain is this many times the gain with an equal number of rows for each request (`python -m lab sharing`).

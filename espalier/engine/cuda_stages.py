@@ -54,7 +54,8 @@ def no_garbage_collection() -> Iterator[None]:
 class GrammarRowMemory:
     """The memory that GrammarRows of all batch sizes share.
 
-    values: [n] on the device; pinned: [n] on the host; current_rows: the GrammarRows whose values the memory holds now.
+    values: [n] on the device.  pinned: [n] on the host.  current_rows: the GrammarRows whose values the memory holds
+    now.
     """
 
     values: Tensor

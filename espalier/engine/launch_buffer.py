@@ -104,7 +104,7 @@ class LaunchBuffer:
 def pack_launch(
     table: SlotTable, launch_input: LaunchInput, ring_entry: int, form: LaunchForm, has_snapshots: bool = False
 ) -> LaunchBuffer:
-    """Packs a launch input.  ring_entry: entry of the results ring; form: the launch's form, padding included.
+    """Packs a launch input.  ring_entry: entry of the results ring.  form: the launch's form, padding included.
 
     has_snapshots: whether the vector has snapshot parts even if the launch takes no snapshot.  The CUDA graphs of
     models with recurrent states always read these parts.

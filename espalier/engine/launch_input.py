@@ -213,7 +213,7 @@ def sampling_features_of(requests: list[Request]) -> SamplingFeatures:
 def prompt_rows_of(batch: list[Request], prefill: PrefillPass) -> PromptRows | None:
     """Returns the rows of a prefill pass whose prompt log-probabilities are still missing; None if there are none.
 
-    prefill: the pass; batch: its requests.  A row is included if the next token belongs to the prompt and the next
+    prefill: the pass.  batch: its requests.  A row is included if the next token belongs to the prompt and the next
     token's log-probabilities were not read yet.  A preempted request computes its rows again, but log-probabilities
     that were read before the preemption are kept and not computed again."""
     spans, num_top_by_request, first_row = [], [], 0

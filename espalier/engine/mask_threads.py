@@ -121,7 +121,7 @@ class _CallQueue:
     The threads refer to this queue, and not to the pool.  So if nobody closes a pool, its threads end when the pool is
     freed.  Threads wait by reading from a pipe.  With a pipe, waking a thread takes half as long as with
     queue.SimpleQueue, because a write to a pipe releases the GIL.
-    num_threads: how many threads take calls; num_abandoned: how many abandoned threads still run."""
+    num_threads: how many threads take calls.  num_abandoned: how many abandoned threads still run."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -221,7 +221,7 @@ class _ThreadJob:
 
 
 class _MaskThread(threading.Thread):
-    """A thread of the pool.  job: the piece of work that the thread is doing; clock: the clock of the thread's
+    """A thread of the pool.  job: the piece of work that the thread is doing.  clock: the clock of the thread's
     processor time, None if the system has no such clock."""
 
     def __init__(self, queue: _CallQueue):

@@ -28,7 +28,7 @@ NO_FORCED_TOKENS = ForcedTokens([], None)
 class NodeMasks(NamedTuple):
     """Masks of some requests of a batch; the other requests allow all tokens.
 
-    rows: the places of these requests in the batch; masks: [len(rows), D, words] int32 (sampling/mask.py)."""
+    rows: the places of these requests in the batch.  masks: [len(rows), D, words] int32 (sampling/mask.py)."""
 
     rows: tuple[int, ...]
     masks: np.ndarray
@@ -41,7 +41,7 @@ class NodeMasks(NamedTuple):
 class DraftGuideRows(NamedTuple):
     """The values of a sampling.mask.DraftGuide for some requests of a batch.
 
-    rows: the places of these requests in the batch; forced: [len(rows), S] int64; masks: [len(rows), words] int32;
+    rows: the places of these requests in the batch.  forced: [len(rows), S] int64.  masks: [len(rows), words] int32.
     levels: [len(rows)] int64, the tree level that each mask holds for; 0 for no level."""
 
     rows: tuple[int, ...]
@@ -60,8 +60,8 @@ class DraftGuideRows(NamedTuple):
 class BeamMasks(NamedTuple):
     """The tokens that may follow the beams of some requests of a batch; any token may follow the other beams.
 
-    rows: the places of these requests in the batch; forced: [len(rows), K] int64, the token if only one may follow,
-    else -1; masks: [len(rows), K, words] int32."""
+    rows: the places of these requests in the batch.  forced: [len(rows), K] int64, the token if only one may follow,
+    else -1.  masks: [len(rows), K, words] int32."""
 
     rows: tuple[int, ...]
     forced: np.ndarray

@@ -25,7 +25,8 @@ NEAR_BEST_RATE = 0.98
 class PrefillPass(NamedTuple):
     """The size of a prefill pass.
 
-    lengths: for each request of the batch, in order, the number of tokens to compute; width: the rows of each piece."""
+    lengths: for each request of the batch, in order, the number of tokens to compute.  width: the rows of each
+    piece."""
 
     lengths: tuple[int, ...]
     width: int

@@ -28,7 +28,7 @@ class QueueEntry(NamedTuple):
 class ClientQueue:
     """One client's requests of one priority.
 
-    start_tag: the turn of the client's next request; num_waiting: the number of entries that are still valid."""
+    start_tag: the turn of the client's next request.  num_waiting: the number of entries that are still valid."""
 
     def __init__(self, start_tag: int):
         self.start_tag = start_tag

@@ -97,7 +97,7 @@ class ModelsLoaded(NamedTuple):
 
 
 class Decisions(NamedTuple):
-    """The tokens and trees of a launch.  number: the launch's number; decisions: the result of `decisions_of`."""
+    """The tokens and trees of a launch.  number: the launch's number.  decisions: the result of `decisions_of`."""
 
     number: int
     decisions: bytes
@@ -138,7 +138,7 @@ class RankProcess(Protocol):
 class Peer:
     """Another rank.
 
-    silent_s: seconds since the rank's last message; lag_s: seconds for which the rank has not started the launch
+    silent_s: seconds since the rank's last message.  lag_s: seconds for which the rank has not started the launch
     that rank 0 sent last."""
 
     rank: int

@@ -68,8 +68,8 @@ class RoundTimes:
         """Returns the expected time of a tree that has not run, from the rounds of the batch that is nearest in size.
 
         If those rounds take more than MAX_PREDICTION_ERROR times their predicted time, the host is slower than the GPU.
-        Then the new tree takes the same additional time.  Otherwise `predicted` is multiplied by their correction times
-        MAX_PREDICTION_ERROR, if that is below 1."""
+        Then the new tree takes the same additional time.  If those rounds take less than their predicted time divided
+        by MAX_PREDICTION_ERROR, the prediction for the new tree is lowered too."""
         others = (
             (max(batch / size, size / batch), ratio, self.costs.seconds(shape, size, context))
             for (size, shape), ratio in self.corrections.items()

@@ -28,7 +28,7 @@ class NoStateKeeper:
     def enter_slot(self, request: Request, first_row: int, num_cached_tokens: int) -> tuple[int, int]:
         """Returns (the first row to compute, the tokens that count as cached) of a request that got its slot and pages.
 
-        first_row: the first row to compute in a model without states; num_cached_tokens: tokens with rows in shared
+        first_row: the first row to compute in a model without states.  num_cached_tokens: tokens with rows in shared
         pages."""
         return first_row, num_cached_tokens
 
@@ -66,7 +66,7 @@ class RequestSnapshots:
 
     planned_ends: the page ends in the prompt that will get a snapshot, ascending, as numbers of tokens.
     taken_snapshots: the snapshots that prefill passes took, for pages that are not in the prefix tree yet.
-    pending_snapshot: the snapshot that rounds will take next; last_snapshot: the last snapshot that rounds took."""
+    pending_snapshot: the snapshot that rounds will take next.  last_snapshot: the last snapshot that rounds took."""
 
     planned_ends: list[int]
     taken_snapshots: list[tuple[int, int]] = field(default_factory=list)

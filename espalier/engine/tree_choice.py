@@ -22,10 +22,9 @@ from espalier.layout import PLAIN_TREE, RoundLayout, TreeShape, next_bucket
 MIN_SPEEDUP = 1.02
 # Rounds from a change of the tree to the first exploration.  Each later interval is twice as long, up to MAX_INTERVAL.
 MIN_INTERVAL, MAX_INTERVAL = 16, 256
-# A tree is explored if its expected tokens a second, divided by the best tree's, are at least MIN_RIVAL_RATE.  For two
-# kinds of trees, MIN_UNKNOWN_RATE replaces this bound: trees that have not run, because predicted times have errors of
-# up to 15% (tree_cost.py); and trees deeper than the current tree, because rounds of the current tree do not show how
-# often deeper tokens are accepted.
+# A tree is explored if its expected tokens a second, divided by the best tree's, are at least MIN_RIVAL_RATE.  Two
+# kinds of trees have the lower bound MIN_UNKNOWN_RATE.  Trees that have not run: predicted times have errors of up to
+# 15% (tree_cost.py).  Trees deeper than the current tree: its rounds do not show how often deeper tokens are accepted.
 MIN_RIVAL_RATE, MIN_UNKNOWN_RATE = 0.85, 0.75
 # Plain decoding and trees without a draft pass do not show how often the draft's tokens are accepted.  So when an
 # exploration starts, older rounds lose weight: together they weigh OLD_ROUNDS_WEIGHT times as much as the exploration.
@@ -94,8 +93,8 @@ class TreeChooser:
     ) -> TreeShape | None:
         """Returns the tree of the next round; None for the layout's tree.
 
-        batch: the number of requests; num_drafting: how many of them can accept guesses; context: the mean number of
-        tokens of a request; lookup_gain: None if the host does not know the guesses before the round."""
+        batch: the number of requests.  num_drafting: how many of them can accept guesses.  context: the mean number of
+        tokens of a request.  lookup_gain: None if the host does not know the guesses before the round."""
         return None
 
     def record(

@@ -53,7 +53,7 @@ class CompilerBusy(EspalierError):
 
 
 class CompiledGrammar:
-    """A grammar for one tokenizer.  xgrammar_form: xgrammar's compiled form; num_bytes: the memory that it takes."""
+    """A grammar for one tokenizer.  xgrammar_form: xgrammar's compiled form.  num_bytes: the memory that it takes."""
 
     def __init__(self, xgrammar_form: "xgrammar.CompiledGrammar", tokenizer: Tokenizer, vocab_size: int):
         self.xgrammar_form = xgrammar_form
@@ -70,7 +70,7 @@ class CompiledGrammar:
 class GrammarCompiler:
     """Compiles grammars for one model.  Thread-safe.
 
-    wait_s: how long a request waits for one compilation; time_limit_s: how long a compilation may take.  Both times
+    wait_s: how long a request waits for one compilation.  time_limit_s: how long a compilation may take.  Both times
     count from the start of the compilation.  num_given_up: the number of given-up compilations that still run."""
 
     def __init__(

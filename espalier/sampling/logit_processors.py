@@ -15,7 +15,7 @@ class SamplingFeatures:
     """Which sampling features the requests of a batch need, as the host knows at launch.  If none is needed, the token
     is the argmax of the logits.
 
-    sampled: a temperature above 0; filtered: top-k, top-p or min-p; penalised: a penalty; biased: logit_bias or
+    sampled: a temperature above 0.  filtered: top-k, top-p or min-p.  penalised: a penalty.  biased: logit_bias or
     min_tokens."""
 
     sampled: bool = False
@@ -50,7 +50,7 @@ class SlotSamplingParams:
     bias_ids, bias_values: [B, NB], the tokens of logit_bias and the values to add to their logits, padded with 0.
     stop_ids: [B, NS], stop tokens, which are banned at positions below min_position (because of min_tokens), padded
     with -1.  These three tensors are None if the batch has no logit_bias and no min_tokens.
-    counts: [B, V], how often each token is in the output up to the root; seen: [B, V] bool, whether each token is in
+    counts: [B, V], how often each token is in the output up to the root.  seen: [B, V] bool, whether each token is in
     the prompt.  Both are None if the batch has no penalties."""
 
     ints: Tensor

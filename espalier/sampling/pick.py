@@ -14,7 +14,8 @@ from espalier.sampling.logit_processors import DraftedAncestors, SamplingFeature
 
 
 class SampledTokens(NamedTuple):
-    """tokens: [B, Q] int64, the sampled tokens; finite: [B, Q] bool, False if a row's best logit is NaN or infinite."""
+    """tokens: [B, Q] int64, the sampled tokens.  finite: [B, Q] bool, False if a row's best logit is NaN or
+    infinite."""
 
     tokens: Tensor
     finite: Tensor
@@ -22,7 +23,7 @@ class SampledTokens(NamedTuple):
 
 class Logprobs(NamedTuple):
     """Log-probabilities.  tokens, chosen, ranks: [...], the tokens, their log-probabilities and their ranks (1 is the
-    likeliest); ids, values: [..., n], the likeliest tokens and their log-probabilities."""
+    likeliest).  ids, values: [..., n], the likeliest tokens and their log-probabilities."""
 
     tokens: Tensor
     chosen: Tensor
@@ -43,7 +44,7 @@ def pick(
 
     The order of operations: bias, bans and penalties; temperature; top-k; top-p; min-p; argmax(logits / T + noise).
     All steps compute in float32, or in float64 for float64 logits.  Ties go to the lower id.  Temperature 0 is plain
-    argmax without filters.  noise: [B, Q, V], None if no row samples; drafted_ancestors: drafted tokens that count as
+    argmax without filters.  noise: [B, Q, V], None if no row samples.  drafted_ancestors: drafted tokens that count as
     output."""
     if params is not None:
         logits = process_logits(logits, params, sampling_features, positions, drafted_ancestors)

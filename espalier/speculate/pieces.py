@@ -16,8 +16,8 @@ from espalier.slots import BatchState
 class Pieces(NamedTuple):
     """The pieces of a pass.  Pieces of one request are adjacent and in order.
 
-    request_row: [P], the row of the batch that a piece belongs to; token_offset: [P], the number of that request's
-    tokens in earlier pieces of the pass; last_piece: [B], the index of each request's last piece."""
+    request_row: [P], the row of the batch that a piece belongs to.  token_offset: [P], the number of that request's
+    tokens in earlier pieces of the pass.  last_piece: [B], the index of each request's last piece."""
 
     request_row: Tensor
     token_offset: Tensor
@@ -36,7 +36,7 @@ class LastTokens(NamedTuple):
     slots: Tensor
 
     def of_last_pieces(self, values: Tensor) -> Tensor:
-        """Returns the values of each request's last piece.  values: [P, ...]; result: [B, ...]."""
+        """Returns the values of each request's last piece.  values: [P, ...].  result: [B, ...]."""
         return values if self.piece is None else values[self.piece]
 
 
@@ -55,8 +55,8 @@ class PieceRows:
 
     @classmethod
     def of_pass(cls, slots: BatchState, length: Tensor, width: int, pieces: Pieces | None) -> "PieceRows":
-        """Makes the PieceRows of a pass.  slots: the batch; length: [B], the number of each request's tokens in this
-        pass; width: rows of a piece; pieces: None if each request has one piece."""
+        """Makes the PieceRows of a pass.  slots: the batch.  length: [B], the number of each request's tokens in this
+        pass.  width: rows of a piece.  pieces: None if each request has one piece."""
         if pieces is None:
             return cls(slots, length, None, slots.index)
         piece_slots = gather_slots(slots.table, slots.index[pieces.request_row])

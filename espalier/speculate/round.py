@@ -171,7 +171,7 @@ class ProposedRound(RoundStage):
 class VerifiedRound:
     """The state after the verify stage.
 
-    target_output: the target's output; logits: [B, D, V], at every node; None if these would take too much memory, in
+    target_output: the target's output.  logits: [B, D, V], at every node; None if these would take too much memory, in
     which case `sample_nodes` computes them slice by slice."""
 
     proposed: ProposedRound
@@ -188,7 +188,7 @@ def decode_round(
 ) -> RoundOutput:
     """Runs a whole round.
 
-    slot_ids: [B] int64, the slots of the batch; appended_pages: new entries of the page table; snapshots: for each
+    slot_ids: [B] int64, the slots of the batch.  appended_pages: new entries of the page table.  snapshots: for each
     request, the copy of its recurrent state that `commit` makes."""
     return settle(verify(propose(begin(runner, slot_ids, sampling_features, appended_pages, snapshots))))
 

@@ -69,14 +69,14 @@ class Sampler(ABC):
     ) -> SampledTokens:
         """Samples the target's token at every node of `nodes`.
 
-        logits: [B, n, V], of these nodes; mask: [B, D, words], of all nodes (sampling/mask.py)."""
+        logits: [B, n, V], of these nodes.  mask: [B, D, words], of all nodes (sampling/mask.py)."""
         mask = None if mask is None else mask[:, nodes]
         return self._pick(
             logits, noise_offsets(tree)[:, nodes], mask, DraftedAncestors(tree.tokens, tree.ancestors[:, nodes])
         )
 
     def sample_last(self, logits: Tensor, mask: Tensor | None = None) -> SampledTokens:
-        """Samples the token after the last token of a prefill pass.  logits: [B, 1, V]; mask: [B, 1, words]."""
+        """Samples the token after the last token of a prefill pass.  logits: [B, 1, V].  mask: [B, 1, words]."""
         return self._pick(logits, torch.zeros_like(self.first_position[:, None]), mask, None)
 
     @abstractmethod

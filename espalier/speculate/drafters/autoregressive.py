@@ -34,9 +34,9 @@ from espalier.speculate.tree import VOID, CandidatePool, Tree
 class TreeRows:
     """All draft rows of a tree, level after level.
 
-    slots: the batch; positions: [B, beam_rows], the rows' positions in the text; parent_positions: [B, beam_rows], the
-    positions of the rows' parents; tokens: [B, beam_rows], each written when its beam is chosen.
-    modules: the committed rows of each module; beam_levels: the beams of each level, from level 1 on."""
+    slots: the batch.  positions: [B, beam_rows], the rows' positions in the text.  parent_positions: [B, beam_rows],
+    the positions of the rows' parents.  tokens: [B, beam_rows], each written when its beam is chosen.
+    modules: the committed rows of each module.  beam_levels: the beams of each level, from level 1 on."""
 
     slots: BatchState
     positions: Tensor

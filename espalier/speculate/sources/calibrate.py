@@ -1,7 +1,8 @@
 """Replaces the draft's scores by measured log-probabilities: how often recent nodes of the same kind were accepted.
 
-The kind of a draft's node is a number made of three values: the node's rank among its siblings, the range that contains
-the draft's probability of the node's token (one of NUM_CONFIDENCE_LEVELS), and whether the request samples.
+The kind of a draft's node is a number made of three values: the node's rank among its siblings, its confidence level,
+and whether the request has a temperature above 0.  The confidence level is the range (one of NUM_CONFIDENCE_LEVELS)
+that contains the draft's probability of the node's token.
 The survival of a kind at a depth is the share of such nodes that were accepted, of those whose parent was accepted.
 The probability of a node after its parent is the survival of its kind at its depth, times the draft's skill in this
 request.  survival.py counts both.  The new score is the sum of the logarithms of these probabilities, from the root
@@ -59,7 +60,7 @@ def middle_probability(confidence_level: int) -> float:
 def calibrate_scores(tree: Tree, kinds: Tensor, survival: Tensor, draft_skill: Tensor) -> Tree:
     """Returns the same trees with calibrated scores.
 
-    kinds: [B, D], from `draft_node_kinds`; survival: [NODE_KINDS, S] float32, by kind and depth, and
+    kinds: [B, D], from `draft_node_kinds`.  survival: [NODE_KINDS, S] float32, by kind and depth, and
     draft_skill: [B, 1] float32, by request; both are logarithms (survival.py)."""
     is_no_guess = _is_root_or_void(tree)
     step = (survival[kinds, (tree.depths - 1).clamp(min=0)] + draft_skill).clamp(max=math.log(MAX_STEP_PROBABILITY))

@@ -21,8 +21,8 @@ def merge_paths(
 ) -> tuple[Tree, Tensor]:
     """Makes trees from the best nodes of the draft's trees and of the paths.  Returns (trees, kinds of their nodes).
 
-    node_kinds: [B, D], the kinds of the draft's nodes (calibrate.py); survival: [NODE_KINDS, S] float32, the
-    log-probability that a node of a kind is accepted at a depth if its parent is accepted; steps: the greatest depth;
+    node_kinds: [B, D], the kinds of the draft's nodes (calibrate.py).  survival: [NODE_KINDS, S] float32, the
+    log-probability that a node of a kind is accepted at a depth if its parent is accepted.  steps: the greatest depth.
     is_drafted: whether `tree` comes from a draft pass, and is not only a root.
     Nodes are ordered by score.  Among equal scores, the draft's nodes come first, then the paths' nodes, in their
     order.  So a parent comes before its children."""
@@ -80,7 +80,7 @@ def _existing_nodes(tree: Tree, paths: Paths, steps: int) -> Tensor:
 def _build_tree(tree: Tree, paths: Paths, chosen: Tensor, first_equal: Tensor, best_scores: Tensor, steps: int) -> Tree:
     """Returns the tree of the nodes `chosen` [B, D], in this order.  Parents come before their children.
 
-    first_equal: for each node, the first node with the same token sequence; best_scores: -inf for dropped nodes."""
+    first_equal: for each node, the first node with the same token sequence.  best_scores: -inf for dropped nodes."""
     (batch, size), drafted = best_scores.shape, tree.tokens.shape[1]
     device = best_scores.device
     order = torch.arange(size - drafted, device=device)

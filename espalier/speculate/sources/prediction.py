@@ -16,9 +16,10 @@ REJOIN_TOKENS = 3
 class PredictionProgress:
     """A predicted text, and how far the output has followed the text.
 
-    tokens: the prediction; ngram_ends: for each n-gram of REJOIN_TOKENS tokens, the positions after its occurrences, in
-    order; next_position: the index in `tokens` of the expected next token; num_matching: how many of the tokens right
-    before next_position agree with the output; has_appeared: for each token, whether the output has contained it."""
+    tokens: the prediction.  ngram_ends: for each n-gram of REJOIN_TOKENS tokens, the positions after its occurrences,
+    in order.  next_position: the index in `tokens` of the expected next token.  num_matching: how many of the tokens
+    right before next_position agree with the output.  has_appeared: for each token, whether the output has contained
+    it."""
 
     tokens: Sequence[int]
     ngram_ends: dict[tuple[int, ...], list[int]] = field(default_factory=dict)

@@ -94,8 +94,8 @@ class SurvivalCounts:
     ) -> int:
         """Counts a path of a source.  Returns how many tokens at the path's start the target picked too.
 
-        emitted: the tokens that the target picked at the depths of the path; num_drafted: how many of the path's tokens
-        the draft proposed too; None without a draft."""
+        emitted: the tokens that the target picked at the depths of the path.  num_drafted: how many of the path's
+        tokens the draft proposed too; None without a draft."""
         self._num_counted += 1
         pairs = list(zip(path, emitted, strict=False))[: self.num_tried.shape[1]]
         num_followed = next((at for at, (predicted, got) in enumerate(pairs) if predicted != got), len(pairs))
@@ -128,7 +128,7 @@ class SurvivalCounts:
     ) -> None:
         """Counts the draft's nodes of a round.
 
-        request_ids: [B]; candidates: [B, D], the nodes of each request's tree, packed by `pack_nodes`; emitted: the
+        request_ids: [B].  candidates: [B, D], the nodes of each request's tree, packed by `pack_nodes`.  emitted: the
         emitted tokens of each request."""
         exists, kinds, depths, parents, tokens = CandidateNodes.unpack(candidates)
         if not (kinds >= PATH_KINDS).any():
@@ -158,7 +158,7 @@ class SurvivalCounts:
     def _count_request_draft(
         self, request_ids: Sequence[str], was_tried: np.ndarray, is_right: np.ndarray, predicted: np.ndarray
     ) -> None:
-        """Updates counts_of_request.  The arrays are [B, D]; predicted: the probability that a tried node is right."""
+        """Updates counts_of_request.  The arrays are [B, D].  predicted: the probability that a tried node is right."""
         decay = 0.5 ** (1 / REQUEST_HALF_LIFE)
         expected, right = (predicted * was_tried).sum(1).tolist(), (is_right & was_tried).sum(1).tolist()
         for request_id, num_expected, num_right in zip(request_ids, expected, right, strict=True):
