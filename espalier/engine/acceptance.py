@@ -6,8 +6,7 @@ its ancestors are first children too.  Rounds of all trees are counted together.
 of any tree.  If a tree has run, its prediction is multiplied by its gain ratio: the real gain of its rounds divided by
 the predicted gain.
 How often the other children are accepted is not measured.  Their rates are derived from ACCEPT_LENGTHS, and scaled in
-proportion to the measured rate of first children.
-"""
+proportion to the measured rate of first children."""
 
 import math
 from collections import Counter

@@ -63,9 +63,8 @@ class CapturedLaunch:
 class HostEntry:
     """The pinned host buffers for one entry of the results ring.
 
-    vector: the packed launch.  results: the copy of the ring entry.  written_event: recorded when the device has
-    written the entry.  copied_event: recorded when `results` is complete, after which both buffers may be used
-    again."""
+    vector: the packed launch.  results: the copy of the ring entry.  written_event: recorded when the entry is written.
+    copied_event: recorded when `results` is complete, after which both buffers may be used again."""
 
     entry_index: int
     vector: Tensor

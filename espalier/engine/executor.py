@@ -2,8 +2,7 @@
 
 `run_launch` is the body of every launch, on any device, eager or captured in a CUDA graph.  A staged round runs the
 same work in four stages (`StagedRound`).  This file has the CPU executor.  With overlap, it runs launches on one worker
-thread; without overlap, on the caller's thread.  The GPU executor is in engine/cuda.py.
-"""
+thread; without overlap, on the caller's thread.  The GPU executor is in engine/cuda.py."""
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor

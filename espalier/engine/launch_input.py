@@ -1,7 +1,6 @@
 """What the host sends to start a launch (a prefill pass or a round), and the results that it reads back.
 
-Inputs and results are plain values, so they can be sent to another process.
-"""
+Inputs and results are plain values, so they can be sent to another process."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

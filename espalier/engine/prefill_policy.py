@@ -1,8 +1,7 @@
 """Decides which prompt tokens the next prefill pass computes.
 
 A pass runs pieces.  A piece is some consecutive tokens of one request.  All pieces are padded to one width.  A request
-may have several pieces in a pass.  A small width needs little padding, and a large width makes few pieces.
-"""
+may have several pieces in a pass.  A small width needs little padding, and a large width makes few pieces."""
 
 from collections.abc import Sequence
 from typing import NamedTuple

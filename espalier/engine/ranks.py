@@ -138,8 +138,8 @@ class RankProcess(Protocol):
 class Peer:
     """Another rank.
 
-    silent_s: seconds since the rank's last message.  lag_s: seconds for which the rank has not started the launch
-    that rank 0 sent last."""
+    silent_s: seconds since the rank's last message.  lag_s: for how many seconds the rank has not started the last
+    launch of rank 0."""
 
     rank: int
     connection: Connection

@@ -1,8 +1,7 @@
 """The results ring on the device, and how the host reads it.
 
 A launch writes its output to the ring entry that its launch input names, one row for each request.  All values are
-int64 (floats as their bits), so one copy brings an entry to the host.
-"""
+int64 (floats as their bits), so one copy brings an entry to the host."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -1,8 +1,7 @@
 """Predicts the time of a round of any tree, and corrects the predictions by the times of the rounds that have run.
 
 On a GPU, a clock measures these times.  On a CPU, they are computed from the number of rows of a round, so that equal
-requests always run equal rounds.
-"""
+requests always run equal rounds."""
 
 from collections import deque
 from dataclasses import dataclass

@@ -66,8 +66,8 @@ class RoundTrees:
     ) -> None:
         """Counts the results of a launch, for the choice of later trees.
 
-        max_depths: for each request, the greatest depth at which it could accept nodes.  num_correct: the result of
-        GuessSources.count_correct_guesses."""
+        max_depths: for each request, the greatest depth at which it could accept nodes.  num_correct: for each
+        request, the largest number of correct tokens in one guess."""
         tree = launch_input.tree
         if launch_input.is_prefill:
             self.chooser.restart()

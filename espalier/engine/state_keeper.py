@@ -3,8 +3,7 @@ state of a request (a snapshot).
 
 The snapshot of a page is the state before the page's last `tokens_before_end` tokens.  The device takes the snapshot in
 the launch in which the request reaches that number of tokens (LaunchInput.snapshots).  The host uses the snapshot only
-after it has read the result of that launch.
-"""
+after it has read the result of that launch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

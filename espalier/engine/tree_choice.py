@@ -2,8 +2,7 @@
 
 RoundLayout.choices has the trees that may be chosen.  acceptance.py estimates the tokens that a round emits, and
 round_times.py the seconds that it takes.  To keep the estimates true, the engine explores now and then: for a few
-rounds it runs another tree that is nearly as good.  Tokens never depend on the choice.
-"""
+rounds it runs another tree that is nearly as good.  Tokens never depend on the choice."""
 
 import logging
 from bisect import bisect

@@ -61,7 +61,7 @@ def apply_filters(logits: Tensor, params: SlotSamplingParams) -> Tensor:
     """Returns logits [B, Q, V] with -inf for tokens that top-k, then top-p of the rest, then min-p remove.
 
     Among equal logits the lower id stays.  At least one token stays.  Probabilities are summed as integers, in units of
-    2**-40 of the likeliest token's, so that the cut does not depend on batch, device or order of summation."""
+    2**-40 of the highest probability, so that the cut does not depend on batch, device or order of summation."""
     sorted_logits, ids = torch.sort(logits, dim=-1, descending=True, stable=True)
     vocab_size = logits.shape[-1]
     rank = torch.arange(vocab_size, device=logits.device)

@@ -1,8 +1,7 @@
 """Pieces of a prefill pass.  A piece is some consecutive tokens of one request.  A request may have several pieces.
 
 All pieces have one width.  A piece attends to the request's earlier pieces through the pages.  So each layer writes the
-rows of a pass to the pages before it attends.
-"""
+rows of a pass to the pages before it attends."""
 
 from dataclasses import dataclass, replace
 from typing import NamedTuple

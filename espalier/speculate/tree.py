@@ -3,8 +3,7 @@
 A candidate is a drafted token with a score, in the pool.  A beam is a candidate from which the draft drafts further
 candidates.  A node is a member of the tree.  Each of the three has its own index.  Node 0 is the root, and a parent
 comes before its children.  If there are fewer candidates than nodes, the remaining nodes are void: they have token -1,
-are no ancestor of another node, and are never accepted.
-"""
+are no ancestor of another node, and are never accepted."""
 
 import torch
 from torch import Tensor

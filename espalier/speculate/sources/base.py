@@ -3,8 +3,7 @@ matches the text.
 
 A source on the device makes Paths from the slot table (text.py).  A source on the host makes Guesses, which are paths
 as plain values.  A launch sends the guesses to the device, where sent.py turns them into Paths.  merge_paths.py joins
-all paths with the draft's tree.
-"""
+all paths with the draft's tree."""
 
 from collections.abc import Sequence
 from typing import NamedTuple

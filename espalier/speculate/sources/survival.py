@@ -2,8 +2,7 @@
 
 All requests are counted together, and the draft's guesses also for each request.  The counts come from results that the
 host reads anyway.  Each guess is counted once, when the host reads the result of its round, even if the guess was not
-verified.  So equal requests in equal order give equal numbers.  Old counts lose weight.
-"""
+verified.  So equal requests in equal order give equal numbers.  Old counts lose weight."""
 
 import math
 from collections.abc import Sequence
