@@ -108,7 +108,8 @@ class Sampler(ABC):
     def next_depth(
         self, edges: LowRankEdges, d2t: Tensor | None, depth: int, rows: DepthRows, out: Candidates
     ) -> DepthRows:
-        """Writes the best children of each row to `out`, [B, R, K] each.  Returns the rows of the next depth.
+        """Writes the K best children of each of R rows to `out`, whose tensors are [B, R, K].  Returns the rows of the
+        next depth.
 
         edges: give the logits of a draft whose logits at a depth depend on the tokens drafted at earlier depths.
         depth: from 0 on; the children have position `first_position` + depth."""
