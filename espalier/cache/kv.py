@@ -167,10 +167,11 @@ def bytes_per_token(specs: Sequence[LayerSpec], dtype: torch.dtype) -> int:
 
 
 def bytes_beside_pages(
-    layout: RoundLayout, target: Sequence[LayerSpec], draft: Sequence[LayerSpec], dtype: torch.dtype
+    layout: RoundLayout, target_specs: Sequence[LayerSpec], draft_specs: Sequence[LayerSpec], dtype: torch.dtype
 ) -> int:
     """Returns the bytes of staging buffers, and of the recurrent states of all slots and the spare row."""
-    states = table_rows(layout, 0) * bytes_per_state(target, dtype)
-    states += layout.verify_rows * bytes_of_staged_node(target, dtype)
-    rows = layout.target_rows * bytes_per_token(target, dtype) + layout.draft_rows * bytes_per_token(draft, dtype)
+    states = table_rows(layout, 0) * bytes_per_state(target_specs, dtype)
+    states += layout.verify_rows * bytes_of_staged_node(target_specs, dtype)
+    rows = layout.target_rows * bytes_per_token(target_specs, dtype)
+    rows += layout.draft_rows * bytes_per_token(draft_specs, dtype)
     return states + rows

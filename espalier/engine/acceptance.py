@@ -256,6 +256,7 @@ class Acceptance:
         return abs(gained - expected) > MAX_DEVIATIONS * math.sqrt(VARIANCE_PER_TOKEN * expected + 1)
 
     def _count_rounds(self) -> None:
+        """Counts the rounds in `uncounted_rounds`, and updates the estimates."""
         rounds, self.uncounted_rounds, tree = self.uncounted_rounds, [], self.uncounted_tree
         if not rounds or tree is None:
             return

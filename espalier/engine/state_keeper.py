@@ -112,7 +112,7 @@ class StateKeeper(NoStateKeeper):
         )
         return begin, end
 
-    def _planned_page_ends(self, prefill_len: int, begin: int, num_cached_tokens: int) -> list[int]:
+    def _planned_page_ends(self, prefill_len: int, first_row: int, num_cached_tokens: int) -> list[int]:
         """Returns the page ends of a prompt that get a snapshot: the end of the cached pages, every multiple of
         `prompt_interval`, and the last page end."""
         if self.prefix_tree is None:
@@ -120,7 +120,7 @@ class StateKeeper(NoStateKeeper):
         interval = self._rounded_to_pages(self.prompt_interval)
         last_page_end = self.layout.tokens_in(self.layout.num_full_pages(prefill_len))
         ends = {num_cached_tokens, last_page_end, *range(interval, last_page_end, interval)}
-        return sorted(end for end in ends if begin < end - self.tokens_before_end and end <= last_page_end)
+        return sorted(end for end in ends if first_row < end - self.tokens_before_end and end <= last_page_end)
 
     def max_prefill_tokens(self, request: Request) -> int:
         left, planned = super().max_prefill_tokens(request), self._by_request[request].planned_ends

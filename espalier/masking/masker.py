@@ -57,6 +57,7 @@ class GrammarMasker:
         self.unmatched_tokens.append(token_id)
 
     def _match(self, token_id: int) -> None:
+        """Reads one token of the output: as a part of the text before the marker, or with the grammar's matcher."""
         if self.start_marker is not None:
             text_tail = self._tail_after(self.text_tail, token_id)
             self.start_marker, self.text_tail = (None, b"") if text_tail is None else (self.start_marker, text_tail)

@@ -74,11 +74,11 @@ class NgramDrafter(DrafterWithoutFiles):
         return pool.select(slots.root, self.layout.num_draft_tokens)
 
 
-def match_log_probability(length: Tensor) -> Tensor:
-    """Returns [B, K] float32: after a match of m tokens each proposed token has probability m / (m + 1).
+def match_log_probability(match_length: Tensor) -> Tensor:
+    """Returns [B, K] float32: after a match of m tokens, each proposed token has probability m / (m + 1).
 
     Without a match the value is -inf, which makes a void node."""
-    return torch.where(length > 0, torch.log(length / (length + 1.0)), -torch.inf).float()
+    return torch.where(match_length > 0, torch.log(match_length / (match_length + 1.0)), -torch.inf).float()
 
 
 def only_children(tokens: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:

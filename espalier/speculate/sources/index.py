@@ -93,6 +93,7 @@ class IndexSource(HostSource):
         return int(equal.cumprod().sum())
 
     def _tokens_after(self, place: int, max_length: int) -> tuple[int, ...]:
+        """Returns up to `max_length` tokens that follow ring index `place` in the same text."""
         places = (place + 1 + np.arange(min(max_length, (self.ring_end - place - 1) % self.ring_size))) % self.ring_size
         inside = (self.text_ids[places] == self.text_ids[place]).cumprod().sum()
         return tuple(self.tokens[places[:inside]].tolist())
