@@ -1,4 +1,4 @@
-"""The tensors of the KV cache: pages hold committed rows, staging holds the rows of the current pass.
+"""The tensors of the KV cache: pages hold committed rows, staging buffers hold the rows of the current pass.
 
 Only `commit` and `commit_layer` copy rows from staging to pages.  The index of a page row is page * page_size + offset
 (kernels/ops/state.py).  cache/pages.py tracks the holders of each page.  A staged row with destination 0 is not copied.
@@ -22,10 +22,9 @@ from espalier.layout import RoundLayout
 
 @dataclass
 class LayerStack:
-    """The planes of a group of layers with equal `cache_spec`.
+    """The KV tensors of a group of layers with equal `cache_spec`.
 
-    planes: for each plane of a layer (such as K and V), a tensor [layers, rows, heads, size].
-    """
+    planes: for each kind of row that a layer keeps (such as K, or V), a tensor [layers, rows, heads, size]."""
 
     layers: tuple[int, ...]
     planes: tuple[Tensor, ...]
@@ -34,7 +33,7 @@ class LayerStack:
 def allocate_stacks(
     specs: Sequence[LayerSpec], layers: range, num_rows: int, dtype: torch.dtype, device: torch.device
 ) -> list[LayerStack]:
-    """Allocate a zeroed stack for each group of `layers` that keeps rows, so that one launch commits a whole group.
+    """Allocate a zeroed LayerStack for each group of `layers` that keeps rows.  One launch commits a whole group.
 
     A layer that reads another layer's rows has no rows of its own, so it is in no stack.  dtype: the model's dtype.
     """
@@ -60,14 +59,15 @@ def planes_by_layer(stacks: list[LayerStack], specs: Sequence[LayerSpec]) -> dic
 class StagedKV:
     """The staging buffers of a range of layers.  They hold the rows of the current pass.
 
-    layers: each layer's planes [rows, heads, size].
-    """
+    layers: by layer, its planes (such as K and V), [rows, heads, size] each."""
 
-    def __init__(self, specs: Sequence[LayerSpec], layers: range, rows: int, dtype: torch.dtype, device: torch.device):
-        self.stacks = allocate_stacks(specs, layers, rows, dtype, device)
+    def __init__(
+        self, specs: Sequence[LayerSpec], layers: range, num_rows: int, dtype: torch.dtype, device: torch.device
+    ):
+        self.stacks = allocate_stacks(specs, layers, num_rows, dtype, device)
         self.layers = planes_by_layer(self.stacks, specs)
-        self.rows = rows
-        self.row_indices = torch.arange(rows, device=device)
+        self.rows = num_rows
+        self.row_indices = torch.arange(num_rows, device=device)
         # The last views that `staged_planes` returned for each layer, and their sizes.  On a CPU, new views in each
         # round would take 3% of a small model's round.  Other views are not kept, because prompts have many lengths.
         self._views: dict[int, tuple[tuple[int, int, int], tuple[Tensor, ...]]] = {}
@@ -76,8 +76,7 @@ class StagedKV:
         """Returns [B · Q]: the staging rows of a pass with `positions` [B, Q].
 
         Each request has `width` staging rows.  The pass writes its rows first_row .. first_row+Q-1.  Raises
-        EspalierError if the buffer is too small.
-        """
+        EspalierError if the buffer is too small."""
         batch, queries = positions.shape
         self._require_room(batch, queries, width, first_row)
         return self.row_indices[: batch * width].view(batch, width)[:, first_row : first_row + queries].flatten()
@@ -85,8 +84,7 @@ class StagedKV:
     def staged_planes(self, layer: int, batch: int, queries: int, width: int, first_row: int) -> tuple[Tensor, ...]:
         """Returns a layer's staged rows up to the last row of this pass: for each plane [B, first_row+Q, heads, size].
 
-        Raises EspalierError if the buffer is too small.
-        """
+        Raises EspalierError if the buffer is too small."""
         sizes = batch, width, first_row + queries
         sizes_of_views, views = self._views.get(layer, (None, ()))
         if sizes_of_views != sizes:
@@ -105,11 +103,10 @@ class StagedKV:
 
 
 class PagedKV:
-    """The pages: committed rows of the target's layers, then of the draft's layers.
+    """The pages, which hold the committed rows of all layers: the target's layers, then the draft's layers.
 
-    layers: each layer's planes [rows, heads, size].  scales: the scales of each layer with FP8 rows, which are 1 if the
-    checkpoint has no scales.
-    """
+    layers: by layer, its planes [rows, heads, size].  scales: by layer, for layers with FP8 rows; 1 if the checkpoint
+    has no scales."""
 
     def __init__(
         self,
@@ -170,10 +167,11 @@ def bytes_per_token(specs: Sequence[LayerSpec], dtype: torch.dtype) -> int:
 
 
 def bytes_beside_pages(
-    layout: RoundLayout, target: Sequence[LayerSpec], draft: Sequence[LayerSpec], dtype: torch.dtype
+    layout: RoundLayout, target_specs: Sequence[LayerSpec], draft_specs: Sequence[LayerSpec], dtype: torch.dtype
 ) -> int:
-    """Returns the cache's bytes besides pages and snapshots: staging, and the states of the slots and the spare row."""
-    states = table_rows(layout, 0) * bytes_per_state(target, dtype)
-    states += layout.verify_rows * bytes_of_staged_node(target, dtype)
-    rows = layout.target_rows * bytes_per_token(target, dtype) + layout.draft_rows * bytes_per_token(draft, dtype)
+    """Returns the bytes of staging buffers, and of the recurrent states of all slots and the spare row."""
+    states = table_rows(layout, 0) * bytes_per_state(target_specs, dtype)
+    states += layout.verify_rows * bytes_of_staged_node(target_specs, dtype)
+    rows = layout.target_rows * bytes_per_token(target_specs, dtype)
+    rows += layout.draft_rows * bytes_per_token(draft_specs, dtype)
     return states + rows

@@ -1,6 +1,7 @@
-"""Declares the data that a layer keeps between passes.  The sizes of pages, staging and states follow from it.
+"""Declares the data that a layer keeps between passes.  The sizes of all cache tensors follow from this declaration.
 
-A layer keeps either one row per token, in pages, or one state per slot (cache/states.py).
+A layer keeps either one row per token, in pages, or one recurrent state per slot (cache/states.py).  The rows of a
+layer have one or more planes, such as K and V: each plane is a tensor of its own.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,14 +27,14 @@ from espalier.kernels.ops.states import ConvColumns, ordered_conv_columns
 from espalier.kernels.state.kv_scales import KVScales
 from espalier.shards import Shards
 
-# (heads, size) of one row of a plane.
+# (number of heads, values per head) of one token's row in a plane.
 RowShape = tuple[int, int]
 # The name of the plane of index keys, which are never stored in FP8.
 INDEX_PLANE = "index"
 
 
 class RotatedHeads(NamedTuple):
-    """q [N, heads, k_size], k and v [N, kv_heads, size] of N new rows, which are already normed and rotated."""
+    """q [N, heads, k_size], k and v [N, kv_heads, size] of N new tokens, after head norms and RoPE."""
 
     q: Tensor
     k: Tensor
@@ -43,10 +44,9 @@ class RotatedHeads(NamedTuple):
 @dataclass(frozen=True)
 class KVHeads:
     """K and V of each KV head, in two planes.  The sizes of K and V may differ.
-    dtype: the dtype of the planes; None for the model's dtype.  num_read_planes: how many planes attention reads.
-    """
+    dtype: the dtype of the planes; None for the model's dtype.  num_read_planes: how many planes attention reads."""
 
-    kind: ClassVar[str] = "K and V heads"
+    kind: ClassVar[str] = "K and V heads"  # the words for this data in error texts
     num_read_planes: ClassVar[int] = 2
 
     kv_heads: int
@@ -76,12 +76,11 @@ class KVHeads:
         rotation: Rotation | None = None,
         norms: HeadNorms | None = None,
     ) -> Tensor:
-        """Norm and rotate the heads of new rows, and write K and V to `rows` [N] of the planes.
+        """Norm and rotate the heads of N new tokens, and write K and V to rows `rows` [N] of the planes.
 
         qkv: [N, heads + 2 · kv_heads, size], in the order q, k, v, or partial sums [splits, N, ...] of such a tensor
-        (rotate_and_store), which may be overwritten.  RotatedHeads are written without norm and rotation.
-        scales: the scales of FP8 planes.  Returns q [N, heads, k_size].
-        """
+        (rotate_and_store).  qkv may be overwritten.  RotatedHeads are written as they are.
+        scales: the scales of FP8 planes.  Returns q [N, heads, k_size]."""
         if isinstance(qkv, RotatedHeads):
             write_rows(planes, rows, (qkv.k, qkv.v), scales)
             return qkv.q
@@ -92,13 +91,12 @@ class KVHeads:
 
 @dataclass(frozen=True)
 class LatentKV:
-    """One latent row [1, size] for each token, shared by all heads.  K is the whole row, V is its first v_size values.
-    dtype: the dtype of the latent's plane; None for the model's dtype.
+    """One latent row [1, size] for each token, shared by all heads (MLA).  K is the whole row, V its first v_size
+    values.  dtype: the dtype of the latent plane; None for the model's dtype.
     index_size: the number of values of the index key that the layer also keeps, in the model's dtype; 0 if it keeps no
-    index key.  A query attends to the rows whose index keys have the highest scores (kernels/ops/selection.py).
-    """
+    index key.  A query attends to the rows whose index keys have the highest scores (kernels/ops/selection.py)."""
 
-    kind: ClassVar[str] = "a latent row"
+    kind: ClassVar[str] = "a latent row"  # the words for this data in error texts
     kv_heads: ClassVar[int] = 1
     num_read_planes: ClassVar[int] = 1
 
@@ -136,33 +134,34 @@ class LatentKV:
         form: LatentFormat,
         k_up: Tensor,
     ) -> Tensor:
-        """Norm and rotate new latents, and write them to `rows` [N] of the plane.  Returns queries [N, heads, size].
+        """Norm and rotate N new latents, and write them to rows `rows` [N] of the plane.  Returns queries
+        [N, heads, size].
 
-        q: [N, heads, nope + rope], values without RoPE, then values with RoPE.  latent: [N, 1, size].
-        k_up: [heads, nope, v_size].  A head's key is k_up · latent, followed by the rotated part.  No key is computed;
-        instead, queries are multiplied by k_up.
-        """
-        # Both parts of a query are written into one tensor, so no copy joins them.
+        q: [N, heads, nope + rope]: `nope` values that RoPE does not rotate, then `rope` values that it rotates.
+        latent: [N, 1, size].  k_up: [heads, nope, v_size].  A head's key would be k_up · latent, followed by the
+        rotated part.  Instead of computing keys, this multiplies the queries by k_up."""
+        # Both parts of a query are written to one tensor, so that no further copy is needed to join the parts.
         out = q.new_empty(*q.shape[:2], self.size)
         write_latents(q, k_up, out, latent, LatentDestination(rotation, form, rows, planes[0], scales))
         return out
 
     def write_index(self, rows: Tensor, planes: Sequence[Tensor], index: IndexerInputs) -> IndexerQueries:
-        """Norm and rotate new index keys, and write them to `rows` [N] of their plane.  Returns the index queries."""
+        """Norm and rotate new index keys, and write them to rows `rows` [N] of the plane INDEX_PLANE.  Returns the
+        index queries."""
         return IndexerQueries(rotate_and_store_index(index, rows, planes[1]), index.weights)
 
 
 @dataclass(frozen=True)
 class RecurrentState:
-    """The state of each head, [k_size, v_size], and the last taps - 1 input rows of a short convolution.
+    """A recurrent state [k_size, v_size] for each head, and the last taps - 1 input rows of a short convolution.
     The convolution's channels are q [k_heads · k_size], k [k_heads · k_size] and v [heads · v_size], in this order.
-    taps: the number of input rows that the convolution reads for an output row; 1 for no convolution.
+    taps: the width of the convolution's kernel: how many input rows an output row reads; 1 for no convolution.
     heads: the number of heads, each with a state; 0 for a layer that has only a convolution, of conv_channels channels.
     delta: whether a new row's value replaces the value that its key reads from the state (the delta rule).  If false,
-    the new value is added.  units: whether q and k are scaled to unit length, and q is divided by √k_size.
-    """
+    the new value is added.  units: whether q and k are scaled to unit length, and q is divided by √k_size."""
 
-    kind: ClassVar[str] = "a state"
+    # A layer with a state keeps no rows, so the fields that describe rows are empty.
+    kind: ClassVar[str] = "a state"  # the words for this data in error texts
     dtype: ClassVar[None] = None
     planes: ClassVar[Mapping[str, RowShape]] = {}
     values_per_token: ClassVar[int] = 0
@@ -186,7 +185,7 @@ class RecurrentState:
 
     @property
     def columns(self) -> ConvColumns:
-        """The columns of q, k and v in an input row that has the channels in this order."""
+        """The columns of q, k and v in an input row, if q, k and v follow one another in this order."""
         return ordered_conv_columns(self.heads, self.k_heads, self.k_size, self.v_size, self.channels, self.units)
 
 
@@ -205,8 +204,7 @@ class LayerSpec:
     shares_with: an earlier layer with the same `cache_spec`.  This layer reads that layer's rows and keeps none.
     topk: a query attends to the topk rows with the highest index scores; None for all rows.  The scores come from this
     layer's index keys, or from the last earlier layer with index keys.
-    v_is_k: whether V is computed from K's projection.
-    """
+    v_is_k: whether V is computed from K's projection."""
 
     heads: int
     cache_spec: CacheSpec
@@ -225,7 +223,7 @@ class LayerSpec:
 
     @cached_property
     def row_spec(self) -> KVHeads | LatentKV:
-        """`cache_spec`, for a layer that keeps rows.  Not called for layers that keep a state."""
+        """`cache_spec` of a layer that keeps rows.  Fails for a layer that keeps a recurrent state."""
         assert not isinstance(self.cache_spec, RecurrentState), "a layer that keeps a state has no rows to attend to"
         return self.cache_spec
 
@@ -263,7 +261,8 @@ def group_layers(specs: Sequence[LayerSpec], layers: Sequence[int]) -> dict[Cach
 
 
 def with_row_dtype(specs: Sequence[LayerSpec], dtype: torch.dtype | None) -> tuple[LayerSpec, ...]:
-    """Returns the specs with rows of `dtype`; None for the model's dtype.  Specs of states are not changed."""
+    """Returns the specs, with the dtype of all rows set to `dtype` (None for the model's dtype).  The specs of layers
+    with recurrent states are not changed."""
     return tuple(
         spec
         if isinstance(spec.cache_spec, RecurrentState)
@@ -278,10 +277,9 @@ def layers_with_rows(specs: Sequence[LayerSpec], layers: Sequence[int]) -> list[
 
 
 def specs_of_rank(specs: Sequence[LayerSpec], shards: Shards) -> tuple[LayerSpec, ...]:
-    """Return the specs of one rank, which has a part of the heads, but whole latent rows.
+    """Returns the specs of one rank.  A rank has a part of the heads, but keeps whole latent rows.
 
-    Raises EspalierError if several ranks would have to divide a recurrent state.
-    """
+    Raises EspalierError if several ranks would have to divide a recurrent state."""
 
     def spec_of_rank(cache_spec: CacheSpec) -> CacheSpec:
         if isinstance(cache_spec, KVHeads):

@@ -19,16 +19,16 @@ class PageDefect(AssertionError):
 
 
 class PagePool:
-    """Reference counts of pages 1 .. num_pages - 1.  Page 0 is the dummy page of padding: never allocated, never free.
+    """Reference counts of pages 1 .. num_pages - 1.  Page 0 is a dummy for padding: it is never allocated and never
+    free.
 
-    `allocate` takes the pages that were released last, in the order in which their holder had them.  If no released
-    page is free, `allocate` takes the lowest numbers.  So allocations are deterministic and cost O(1) per page, and
-    pages that are not needed are never written.  Consecutive pages stay together, so that attention can copy their rows
-    as one block (kernels/attention/kv_splits.py).
+    `allocate` takes the pages that were released last, in the order in which their holder had them.  If all released
+    pages are in use again, `allocate` takes the lowest page numbers that were never used.  So allocations are
+    deterministic and cost O(1) per page, and pages that are not needed are never written.  Pages with consecutive
+    numbers stay together, so that attention can copy their rows as one block (kernels/attention/kv_splits.py).
 
     on_sharing_changed: a function that is called with (page, True) when a page gets its second holder, and with
-    (page, False) when only one holder is left.
-    """
+    (page, False) when only one holder is left."""
 
     def __init__(self, num_pages: int):
         self.num_pages = num_pages
@@ -62,8 +62,7 @@ class PagePool:
     def release(self, pages: Iterable[int]) -> None:
         """Remove one reference from each page; a page without references is free.  Raises PageDefect for a free page.
 
-        num_release_calls counts these calls.  A request that needs more pages waits until this number changes.
-        """
+        num_release_calls counts these calls.  A request that needs more pages waits until this number changes."""
         self.num_release_calls += 1
         for page in reversed([*pages]):
             self._require_held(page, "released")
@@ -90,8 +89,7 @@ class PagePool:
 class SnapshotRows:
     """Tracks which rows of the state tables hold snapshots.  A snapshot is the recurrent state at the end of a page.
 
-    rows: the table rows that may hold snapshots.
-    """
+    rows: the table rows that may hold snapshots."""
 
     def __init__(self, rows: Iterable[int]):
         self._rows = tuple(rows)
@@ -100,17 +98,19 @@ class SnapshotRows:
         self._row_of_page: OrderedDict[int, int] = OrderedDict()
 
     def allocate(self) -> int | None:
-        """Take a free row, else the least recently used snapshot's row.  Returns None if requests hold all rows."""
+        """Take a free row.  If none is free, take the row of the least recently used snapshot of a page.  Returns None
+        if requests hold all rows."""
         if self._free_rows:
             return self._free_rows.pop()
         return self._row_of_page.popitem(last=False)[1] if self._row_of_page else None
 
     def release(self, row: int) -> None:
-        """Make a row free that a request held."""
+        """Free a row that a request held."""
         self._free_rows.append(row)
 
     def attach(self, page: int, row: int) -> None:
-        """Make a request's row the snapshot of a page of the tree.  If the page has a snapshot, the row is freed."""
+        """Make a request's row the snapshot of a page in the prefix tree.  If the page already has a snapshot, the row
+        is freed instead."""
         if page in self._row_of_page:
             self.release(row)
         else:
@@ -126,7 +126,7 @@ class SnapshotRows:
         return self._row_of_page[page]
 
     def detach(self, page: int) -> None:
-        """Free the row of a page's snapshot, because the page leaves the tree.  A page may have no snapshot."""
+        """Free the row of a page's snapshot, if it has one, because the page leaves the prefix tree."""
         row = self._row_of_page.pop(page, None)
         if row is not None:
             self.release(row)

@@ -17,10 +17,9 @@ class PageNode:
     """One cached page.
 
     last_used: the tree's clock when the page was last used; never smaller than last_used of the node's children.
-    has_draft_rows: whether a draft ran over the page's tokens.  Then it also ran over the tokens of all ancestors.
+    has_draft_rows: whether the draft ran over the page's tokens.  If so, it also ran over those of all ancestors.
     num_pins: the number of children that cannot be evicted, plus 1 if a request holds the page.  A node can be evicted
-    only if num_pins is 0.
-    """
+    only if num_pins is 0."""
 
     page: int
     key: Hashable = ()
@@ -40,8 +39,7 @@ def page_keys(tokens: Sequence[int], num_pages: int, page_size: int) -> Iterator
 class PrefixTree:
     """Longest-prefix lookup and LRU eviction.  Eviction costs O(log n) for each page.
 
-    on_removed: a function that is called with each page that leaves the tree.
-    """
+    on_removed: a function that is called with each page that leaves the tree."""
 
     def __init__(self, pool: PagePool, page_size: int):
         self.pool = pool
@@ -49,8 +47,8 @@ class PrefixTree:
         self.on_removed: Callable[[int], None] = lambda page: None
         self._root = PageNode(DUMMY_PAGE)
         self._nodes: dict[int, PageNode] = {}
-        # A heap of (last_used, page): an entry for each leaf, and entries of pages that are no longer leaves.  `match`
-        # does not change the heap, so an entry's last_used may be out of date.  `_pop_oldest_leaf` corrects it.
+        # A heap of (last_used, page): an entry for each leaf, and old entries of pages that are no longer leaves.
+        # `match` does not change the heap, so last_used in an entry may be too old.  `_pop_oldest_leaf` corrects it.
         self._leaves: list[tuple[int, int]] = []
         self._queued_pages: set[int] = set()
         self._clock = 0
@@ -60,9 +58,8 @@ class PrefixTree:
     def match(self, tokens: Sequence[int], needs_draft_rows: bool = False) -> list[int]:
         """Returns the cached pages of the longest cached prefix of `tokens`, in order.  Marks these pages as used now.
 
-        needs_draft_rows: match only pages that have draft rows.  The caller must share the pages before an eviction,
-        because this method takes no reference.
-        """
+        needs_draft_rows: whether to match only pages that have draft rows.  This method takes no reference to the
+        pages, so the caller must share them (PagePool.share) before the next eviction."""
         self._clock += 1
         node = self._root
         pages: list[int] = []
@@ -78,10 +75,9 @@ class PrefixTree:
     def insert(self, tokens: Sequence[int], pages: Sequence[int], has_draft_rows: bool = True) -> None:
         """Add `pages`, which hold tokens[: len(pages) * page_size].  Marks these pages as used now.
 
-        has_draft_rows: whether a draft ran over all of these tokens.  If a page with equal tokens after the same prefix
-        is already cached, the tree keeps the cached page, unless only the new page has draft rows.  The tree takes a
-        reference to each page that it adds.  The caller's references stay.
-        """
+        has_draft_rows: whether the draft ran over all of these tokens.  A page with equal tokens after the same prefix
+        may be cached already.  Then the tree keeps the cached page, unless only the new page has draft rows.  The tree
+        takes a reference to each page that it adds.  The caller's references stay."""
         if len(tokens) < len(pages) * self.page_size:
             raise ValueError(f"{len(pages)} pages of {self.page_size} tokens need more than the {len(tokens)} given")
         self._clock += 1
@@ -99,8 +95,7 @@ class PrefixTree:
     def evict(self, num_pages: int) -> int:
         """Free up to `num_pages` pages that only the tree holds, least recently used first.  Returns how many it freed.
 
-        A leaf that a request holds stays, with its ancestors.  Each request holds at most one leaf.
-        """
+        A leaf that a request holds stays, with its ancestors.  Each request holds at most one leaf."""
         num_evicted = 0
         held_leaves = []
         while num_evicted < num_pages and (leaf := self._pop_oldest_leaf()) is not None:
@@ -117,10 +112,9 @@ class PrefixTree:
     def num_evictable(self) -> int:
         """Number of pages that `evict` could free now.
 
-        The ancestors of a page that a request holds cannot be freed, even if no request holds the ancestors.  This
-        occurs if a request computed a prefix that was already cached: the request holds its own copies of the cached
-        pages, and its next page is inserted below the cached pages.
-        """
+        The ancestors of a page that a request holds cannot be freed, even if no request holds the ancestors.  Such
+        ancestors occur if two requests computed the same prefix.  The later request holds its own copies of the cached
+        pages, and its next page is inserted below the cached pages."""
         return len(self._nodes) - self._num_pinned
 
     def pages(self) -> Iterator[int]:
@@ -168,11 +162,10 @@ class PrefixTree:
         self._release_page(old_page)
 
     def _on_page_shared(self, page: int, is_shared: bool) -> None:
-        """Updates `num_pins`.  is_shared: whether a request now holds the page; if false, no request holds it any more.
+        """Updates `num_pins`.  is_shared: True if a request now holds the page, False if no request holds it any more.
 
-        Goes up the tree while nodes become evictable, or stop being evictable.  If all pages of a prefix are shared or
-        released, the average cost is O(1) per page.
-        """
+        Goes up the tree as long as nodes become evictable, or become not evictable.  If all pages of a prefix are
+        shared or released together, the average cost is O(1) per page."""
         node = self._nodes.get(page)
         change, count_after_change = (1, 1) if is_shared else (-1, 0)
         while node is not None and node is not self._root:
@@ -211,19 +204,20 @@ class PrefixTree:
 
 @dataclass(frozen=True)
 class PageBudget:
-    """The free pages, and the pages that the prefix tree can free.  prefix_tree: None without a prefix cache."""
+    """Frees cached pages when the pool has too few free pages.  prefix_tree: None without a prefix cache."""
 
     pool: PagePool
     prefix_tree: PrefixTree | None
 
     def evict_until_free(self, num_pages: int) -> bool:
-        """Evict cached pages until `num_pages` pages are free.  Returns False if too few pages can be freed."""
+        """Evict cached pages until the pool has `num_pages` free pages.  Returns False if it has fewer after
+        eviction."""
         num_missing = num_pages - self.pool.num_free
         if num_missing > 0 and self.prefix_tree is not None:
             self.prefix_tree.evict(num_missing)
         return self.pool.num_free >= num_pages
 
     def could_free(self, num_pages: int) -> bool:
-        """Whether `num_pages` pages could be free after eviction.  Nothing is evicted."""
+        """Whether `evict_until_free` would succeed.  Nothing is evicted."""
         num_missing = num_pages - self.pool.num_free
         return num_missing <= 0 or (self.prefix_tree is not None and num_missing <= self.prefix_tree.num_evictable)

@@ -1,4 +1,5 @@
-"""The recurrent states of layers: one per slot, the staged nodes of trees, and the commit of an accepted path.
+"""The recurrent states of layers: one state per slot, the staged inputs of tree nodes, and the commit of accepted
+paths.
 
 Row s of a state table belongs to slot s.  Row 0 belongs to the dummy slot and stays zero.  The rows after the slots
 hold the snapshots of the prefix cache (cache/pages.py tracks the owner of each snapshot).  The last row is the spare
@@ -46,12 +47,11 @@ class SnapshotTargets(NamedTuple):
 
 @dataclass(frozen=True)
 class StateAccess:
-    """The states that a pass reads, and how many rows of the pass change these states.
+    """Which states a pass reads, and which rows of the pass update these states.
     slots: [B], the slots of the requests.  prefix_len: [B], the number of tokens before the first row.
-    length: [B], the number of rows that exist; None for a tree, whose accepted path is committed later.
+    length: [B], the number of rows without padding; None for a tree, whose accepted path is committed later.
     snapshots: the snapshots to write in this pass, or None.
-    is_split: whether adjacent entries of the batch may be consecutive pieces of one prompt (speculate/pieces.py).
-    """
+    is_split: whether adjacent entries of the batch may be consecutive pieces of one prompt (speculate/pieces.py)."""
 
     slots: Tensor
     prefix_len: Tensor
@@ -83,7 +83,8 @@ class StateAccess:
         )
 
     def path_rows(self, source_rows: Tensor | None, width: int, spare_row: int) -> PathRows:
-        """Returns the rows that update the states: staged rows source_rows [B, width], or None: the pass's own rows."""
+        """Returns the rows that update the states.  source_rows: [B, width], rows of the staging buffers; None if the
+        pass's own rows update the states."""
         assert self.length is not None
         continues, is_last_row = (self.continues_previous, self.is_last_row) if self.is_split else (None, None)
         snapshots = self.rows_before_snapshot, None if self.snapshots is None else self.snapshots.row
@@ -92,12 +93,11 @@ class StateAccess:
 
 @dataclass
 class LayerStateTensors:
-    """The states of all layers with the same sizes, or of one layer, without the dimension `layers`.
+    """The states of all layers with the same sizes.  In the result of `of_layer`, the dimension `layers` is missing.
     recurrent_state: [layers, rows, heads, k_size, v_size]; None without heads.
     conv_tail: [layers, rows, taps - 1, channels], the convolution's last inputs.
     staged_inputs, staged_rows: the inputs of the convolution and of the recurrence at staged nodes,
-    [layers, nodes, ...] each.  staged_rows: None without heads.
-    """
+    [layers, nodes, ...] each.  staged_rows: None without heads."""
 
     cache_spec: RecurrentState
     recurrent_state: Tensor | None
@@ -106,6 +106,7 @@ class LayerStateTensors:
     staged_rows: StateRows | None
 
     def of_layer(self, index: int) -> "LayerStateTensors":
+        """Returns views of one layer's tensors.  index: the layer's index in the dimension `layers`."""
         state = None if self.recurrent_state is None else self.recurrent_state[index]
         rows = None if self.staged_rows is None else StateRows(*(values[index] for values in self.staged_rows))
         return LayerStateTensors(self.cache_spec, state, self.conv_tail[index], self.staged_inputs[index], rows)
@@ -114,9 +115,8 @@ class LayerStateTensors:
 class StateTable:
     """The state tables of all layers that keep states.
 
-    stacks: layers with states of the same sizes share tensors, so that one launch commits these layers.  states: views
-    of each layer's tensors.  num_rows: the number of rows of each table, with the spare row.
-    """
+    stacks: the tensors.  Layers with states of the same sizes share tensors, so that one launch commits these layers.
+    states: by layer, views of its tensors.  num_rows: the number of rows of each table, including the spare row."""
 
     def __init__(
         self,
@@ -146,7 +146,7 @@ class StateTable:
         return range(self.first_snapshot, self.spare_row)
 
     def copy_rows(self, row_pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy rows of the state tables, pair after pair.  row_pairs: (source row, destination row)."""
+        """Copy rows of the state tables, one pair after another.  row_pairs: (source row, destination row) pairs."""
         for stack in self.stacks:
             tensors = (stack.conv_tail,) if stack.recurrent_state is None else (stack.recurrent_state, stack.conv_tail)
             for values in tensors:
@@ -154,7 +154,8 @@ class StateTable:
                     values[:, destination].copy_(values[:, source])
 
     def commit(self, state_access: StateAccess, staged_rows: Tensor) -> None:
-        """Update the states with the accepted paths: the first state_access.length [B] of `staged_rows` [B, W]."""
+        """Update the states with the accepted paths.  staged_rows: [B, W], the staging rows of each path's nodes, of
+        which the first state_access.length [B] exist."""
         path = state_access.path_rows(staged_rows.contiguous(), staged_rows.shape[1], self.spare_row)
         for stack in self.stacks:
             commit_tails(stack.conv_tail, stack.staged_inputs, path, stack.cache_spec.columns)
@@ -164,7 +165,10 @@ class StateTable:
 
 @dataclass
 class PassStates:
-    """Reads and writes the states in one pass.  parents, ancestor_bits: see Nodes; None if the pass has no tree."""
+    """Reads and writes the states in one pass.
+
+    parents, ancestor_bits: the parent's index and the ancestors' bits of each tree node; None if the pass has no
+    tree."""
 
     state_table: StateTable
     state_access: StateAccess
@@ -181,14 +185,13 @@ class PassStates:
         conv: ShortConv,
         columns: ConvColumns | None = None,
     ) -> Tensor:
-        """Convolve the inputs of N new rows, `width` per request.  Keep the results for `read` and `commit`.
+        """Convolve the inputs of N new rows, `width` per request.  Keep the results for `read` and StateTable.commit.
 
         inputs: [N, I], rows of I values, or partial sums [parts, N, I] of such rows.
-        gates: [N, 2, heads] (see StateRows), or the GateInputs from which the kernel computes them; None for a layer
-        that has only a convolution.  columns: the columns of q, k and v in a row of inputs; None for the order of
-        RecurrentState.
-        Returns q [B, width, k_heads, k_size]; without gates, the convolution's output [B, width, channels].
-        """
+        gates: [N, 2, heads], the natural logarithm of the decay, then beta; or the GateInputs from which the kernel
+        computes the gates; None for a layer that has only a convolution.  columns: the columns of q, k and v in a row
+        of inputs; None for the order of RecurrentState.
+        Returns q [B, width, k_heads, k_size]; without gates, the convolution's output [B, width, channels]."""
         states, is_tree = self.state_table.states[layer], self.state_access.length is None
         columns = states.cache_spec.columns if columns is None else columns
         # The convolution's tail keeps whole inputs, so their partial sums are added up.
@@ -210,11 +213,10 @@ class PassStates:
         return out.q.unflatten(0, (-1, width))
 
     def read(self, layer: int, q: Tensor, skip_factor: Tensor | None = None) -> Tensor:
-        """Returns the rows' outputs [B, width, heads, v_size].  A pass without a tree also advances the slots'
-        states, because its tokens are decided.
+        """Returns the rows' outputs [B, width, heads, v_size].  Must follow `write`.  In a pass without a tree, all
+        tokens are decided, so this also advances the slots' states.
 
-        skip_factor: [heads], a factor of v; skip_factor · v is added to a row's output.
-        """
+        skip_factor: [heads], a factor of v; skip_factor · v is added to a row's output."""
         rows, states = self._rows_by_layer.pop(layer), self.state_table.states[layer]
         assert states.recurrent_state is not None
         state = SlotStates(states.recurrent_state, self.state_access.slots)

@@ -1,11 +1,12 @@
 """Estimates how many tokens a round emits with a given tree, from the results of earlier rounds.
 
-The first child of a node is its most probable child.  Rounds of every tree show how often the first child is accepted
-at each depth, if all nodes above it are first children too.  These rates predict the gain of a tree: the tokens of a
-round beyond the first.  A tree that ran also has a gain ratio: its real gain divided by the predicted gain.
-How often other children are accepted is not measured.  Their rates are derived from ACCEPT_LENGTHS, and change in
-proportion to the measured rate of the first child.
-"""
+The gain of a round is the number of accepted draft tokens.  The first child of a node is the child that the draft rates
+most probable.  This module counts, by depth, how often first children are accepted.  A first child counts only if all
+its ancestors are first children too.  Rounds of all trees are counted together.  The resulting rates predict the gain
+of any tree.  If a tree has run, its prediction is multiplied by its gain ratio: the real gain of its rounds divided by
+the predicted gain.
+How often the other children are accepted is not measured.  Their rates are derived from ACCEPT_LENGTHS, and scaled in
+proportion to the measured rate of first children."""
 
 import math
 from collections import Counter
@@ -24,23 +25,23 @@ MEASURED_DRAFT = "an EAGLE-3 head of llama-3.1-8b"
 # How often that draft's first child is accepted if the child's parent is accepted, by depth.  The last value holds for
 # all greater depths.
 FIRST_CHILD_RATES = (0.76, 0.64, 0.63)
-# The highest estimate of a rate: even if every guess at a depth was accepted, later guesses may fail.
+# The highest estimate of an acceptance rate.  MAX_RATE is below 1: later guesses may fail even if none has failed.
 MAX_RATE = 0.98
-# The gain of a tree with rows shared over the batch, divided by the gain of a tree with as many rows for each request
-# (`python -m lab sharing`).
+# The requests of a round may share verify rows (TreeShape.shared_rows): those with more probable nodes get more rows.
+# The gain is this many times the gain with an equal number of rows for each request (`python -m lab sharing`).
 SHARED_ROWS_GAIN = 1.07
-# The weights of the assumed values at first.  FIRST_CHILD_RATES weigh as much as PRIOR_SAMPLES measured samples (a
-# sample is one request in one round), and a gain ratio of 1 weighs as much as GAIN_PRIOR_TOKENS measured tokens.
+# Estimates start from assumed values.  FIRST_CHILD_RATES weigh as much as PRIOR_SAMPLES measured samples.  A sample is
+# the result of one request in one round.  The gain ratio 1 weighs as much as GAIN_PRIOR_TOKENS measured tokens.
 PRIOR_SAMPLES, GAIN_PRIOR_TOKENS = 3.0, 12.0
 # Each round multiplies the weight of FIRST_CHILD_RATES by PRIOR_DECAY.
 PRIOR_DECAY = 0.9
 # The text counts as changed if the gain of the last RECENT_SAMPLES samples differs from the expected gain by more than
-# MAX_DEVIATIONS standard deviations.  The variance is VARIANCE_PER_TOKEN for each expected token.
+# MAX_DEVIATIONS standard deviations.  The variance of the gain is taken as VARIANCE_PER_TOKEN times the expected gain.
 RECENT_SAMPLES, MAX_DEVIATIONS, VARIANCE_PER_TOKEN = 32, 4.0, 1.5
 
 
 class AcceptanceSample(NamedTuple):
-    """The result of one request in one round, or the result that the round would have had without a draft.
+    """The result of one request in one round.  It may also be the result that the round would have had without a draft.
 
     max_depth: the greatest depth at which the request may accept nodes.
     sibling_ranks: for each accepted node its rank among its siblings, 0 for the most probable.
@@ -67,13 +68,14 @@ def assumed_rate(depth: int) -> float:
 
 
 def depth_of(tree: TreeShape) -> int:
+    """Returns the greatest depth that a node of the tree can have.  The root has depth 0."""
     return min(tree.steps, tree.num_draft_tokens - 1)
 
 
 def gains(tree: TreeShape, first_child_rates: Sequence[float]) -> list[float]:
-    """Returns a list: entry d is the expected gain of a round whose nodes may be accepted down to depth d.
+    """Returns a list: entry d is the expected number of accepted draft tokens if nodes down to depth d may be accepted.
 
-    The gain is the number of tokens beyond the first.  first_child_rates: by depth from 1 on."""
+    first_child_rates: how often a first child is accepted at depths 1, 2, ..."""
     other_child_rate = _other_child_rate(tree)
     reached, gain_to_depth = 1.0, [0.0]
     for depth in range(1, depth_of(tree) + 1):
@@ -86,8 +88,9 @@ def gains(tree: TreeShape, first_child_rates: Sequence[float]) -> list[float]:
 
 @cache
 def _other_child_rate(tree: TreeShape) -> float:
-    """Returns the rate at which another child is accepted after the first child failed.  With this rate, the expected
-    accept length equals `assumed_accept_length`."""
+    """Returns the assumed probability that one of the other children is accepted if the first child is not.
+
+    It is the value with which the tree's expected accept length equals `assumed_accept_length`."""
     if tree.topk == 1:
         return 0.0
     low, high = 0.0, 1.0
@@ -102,13 +105,13 @@ def _other_child_rate(tree: TreeShape) -> float:
 
 
 def scaled_first_child_rates(rate_at_depth_1: float, steps: int) -> list[float]:
-    """Returns FIRST_CHILD_RATES by depth, scaled so that the rate at depth 1 is `rate_at_depth_1`."""
+    """Returns FIRST_CHILD_RATES for depths 1 to `steps`, scaled so that the rate at depth 1 is `rate_at_depth_1`."""
     return [min(rate_at_depth_1 * assumed_rate(depth) / assumed_rate(1), MAX_RATE) for depth in range(1, steps + 1)]
 
 
 @dataclass
 class DecayingRate:
-    """A rate whose older counts weigh less."""
+    """A rate, numerator / denominator.  Both are sums in which older counts weigh less."""
 
     denominator: float = 0.0
     numerator: float = 0.0
@@ -118,48 +121,51 @@ class DecayingRate:
         self.numerator *= factor
 
     def rate(self, prior_rate: float, prior_weight: float) -> float:
+        """Returns the rate, after adding `prior_weight` assumed counts that have the rate `prior_rate`."""
         return (self.numerator + prior_weight * prior_rate) / (self.denominator + prior_weight)
 
 
 @dataclass
 class TreeCounts:
-    """What the rounds of one tree showed.
+    """The counted results of the rounds of one tree.
 
-    first_child_counts: how often the first child was accepted, by depth.
-    samples_by_max_depth: [depth + 1], the number of samples for each AcceptanceSample.max_depth, which is at most the
-    tree's depth.
-    gained_tokens: the tokens of these samples beyond the first of each round."""
+    first_child_counts: entry i: how often the first child was accepted at depth i + 1.
+    samples_by_max_depth: entry d: the number of samples whose nodes could be accepted down to depth d.
+    num_accepted: the number of draft tokens that were accepted in these samples."""
 
     first_child_counts: list[DecayingRate]
     samples_by_max_depth: list[float]
-    gained_tokens: float = 0.0
+    num_accepted: float = 0.0
 
-    def add(self, sample: AcceptanceSample, max_depth: int, weight: int) -> None:
-        _count_first_children(self.first_child_counts, sample, max_depth, weight)
-        self.samples_by_max_depth[max_depth] += weight
-        self.gained_tokens += weight * len(sample.sibling_ranks)
+    def add(self, sample: AcceptanceSample, max_depth: int, num_samples: int) -> None:
+        """Counts `num_samples` equal samples.  max_depth: the sample's max_depth, but at most the tree's depth."""
+        _count_first_children(self.first_child_counts, sample, max_depth, num_samples)
+        self.samples_by_max_depth[max_depth] += num_samples
+        self.num_accepted += num_samples * len(sample.sibling_ranks)
 
     def decay(self, factor: float) -> None:
         for rate in self.first_child_counts:
             rate.decay(factor)
         self.samples_by_max_depth = [factor * count for count in self.samples_by_max_depth]
-        self.gained_tokens *= factor
+        self.num_accepted *= factor
 
 
 @dataclass
 class Acceptance:
-    """Estimates acceptance from the rounds so far.
+    """Estimates from the rounds so far how many tokens each tree gives.
 
     steps: the depth of the deepest tree.
-    min_rounds, min_samples: how slowly older counts lose weight.  The estimates come from about the latest `min_rounds`
-    rounds, or from more rounds if these have fewer than `min_samples` samples.
-    prior_weight: the current weight of the assumed rates, in samples.  min_prior: the least value of this weight.
+    min_rounds, min_samples: decide how fast older counts lose weight.  The estimates come from about the latest
+    `min_rounds` rounds, or from more rounds if these have fewer than `min_samples` samples.
+    prior_weight: the current weight of FIRST_CHILD_RATES, in samples.  min_prior: the least value of this weight.
     recent_gain: the real gain (numerator) and the expected gain (denominator) of the latest samples.
-    first_child_rates: how often the first child is accepted, by depth.  For a depth that was rarely tried, the assumed
-    rate is corrected by the same factor as at the depth above.
-    uncounted_rounds: the samples of the latest rounds, all of `uncounted_tree`.  They are counted together when an
-    estimate is needed, because counting takes long beside a short round.  expected_gains: the gain of a request in such
-    a round, by AcceptanceSample.max_depth."""
+    first_child_rates: entry i: the estimated rate at which first children are accepted at depth i + 1.  At a depth with
+    few samples, the estimate is close to FIRST_CHILD_RATES, multiplied by (estimate / FIRST_CHILD_RATES) at the depth
+    above.
+    uncounted_rounds: the samples of the latest rounds, all of `uncounted_tree`.  Counting takes long in comparison with
+    a short round, so these rounds are counted together, when an estimate is needed.
+    expected_gains: entry d: the expected gain of a request in a round of `uncounted_tree`, if its nodes may be accepted
+    down to depth d."""
 
     steps: int
     min_rounds: int
@@ -182,14 +188,14 @@ class Acceptance:
         self.first_child_counts = [DecayingRate() for _ in range(self.steps)]
         self.counts_by_tree, self.recent_gain, self.prior_weight = {}, DecayingRate(), PRIOR_SAMPLES
         self.first_child_rates = [0.0] * self.steps
-        self._update_first_child()
+        self._update_first_child_rates()
 
     def cap_weight(self, max_samples: float) -> None:
         """Reduces the weight of all rounds so far to at most this many samples."""
         self._count_rounds()
         if self.steps and self.first_child_counts[0].denominator > max_samples:
             self._decay(max_samples / self.first_child_counts[0].denominator)
-            self._update_first_child()
+            self._update_first_child_rates()
 
     def _decay(self, factor: float) -> None:
         for rate in self.first_child_counts:
@@ -197,7 +203,7 @@ class Acceptance:
         for counts in self.counts_by_tree.values():
             counts.decay(factor)
 
-    def _update_first_child(self) -> None:
+    def _update_first_child_rates(self) -> None:
         correction = 1.0
         for i, count in enumerate(self.first_child_counts):
             assumed = assumed_rate(i + 1)
@@ -205,19 +211,20 @@ class Acceptance:
             self.first_child_rates[i], correction = rate, rate / assumed
 
     def accept_length(self, tree: TreeShape) -> float:
-        """Returns the expected tokens of a round of this tree, for a request that may accept nodes at any depth."""
+        """Returns how many tokens a request is expected to emit in a round of this tree, if no depth is excluded."""
         self._count_rounds()
         return 1 + gains(tree, self.first_child_rates)[-1] * self._gain_ratio(tree)
 
     def _gain_ratio(self, tree: TreeShape) -> float:
-        """Returns the real gain of the tree, divided by the gain that the first children of its own rounds predict."""
+        """Returns the real gain of this tree's rounds, divided by the gain that is predicted from the acceptance of
+        first children in these rounds."""
         counts = self.counts_by_tree.get(tree)
         if counts is None:
             return 1.0
         pairs = zip(counts.first_child_counts, self.first_child_rates, strict=False)
         own_rates = [count.rate(pooled, self.prior_weight) for count, pooled in pairs]
         predicted = sum(map(mul, counts.samples_by_max_depth, gains(tree, own_rates)))
-        return (counts.gained_tokens + GAIN_PRIOR_TOKENS) / (predicted + GAIN_PRIOR_TOKENS)
+        return (counts.num_accepted + GAIN_PRIOR_TOKENS) / (predicted + GAIN_PRIOR_TOKENS)
 
     def add(self, tree: TreeShape, samples: Sequence[AcceptanceSample]) -> None:
         """Counts a round of this tree.  samples: one for each request that can accept guesses."""
@@ -226,19 +233,21 @@ class Acceptance:
         if tree != self.uncounted_tree:
             self._count_rounds()
         if not self.uncounted_rounds:
-            self._expect_gains(tree)
+            self._set_expected_gains(tree)
         if self._has_text_changed(samples):
             self.cap_weight(max(RECENT_SAMPLES / 4, len(samples)))
             self.recent_gain = DecayingRate()
-            self._expect_gains(tree)
+            self._set_expected_gains(tree)
         self.uncounted_rounds.append(samples)
 
-    def _expect_gains(self, tree: TreeShape) -> None:
+    def _set_expected_gains(self, tree: TreeShape) -> None:
         ratio = self._gain_ratio(tree)
-        self.uncounted_tree, self.expected_gains = tree, [ratio * gain for gain in gains(tree, self.first_child_rates)]
+        by_depth = gains(tree, self.first_child_rates)
+        self.uncounted_tree, self.expected_gains = tree, [ratio * gain for gain in by_depth]
 
     def _has_text_changed(self, samples: Sequence[AcceptanceSample]) -> bool:
-        """Whether the latest rounds gain much more or less than expected.  samples: of one more round."""
+        """Adds the samples of a round to `recent_gain`.  Returns whether the real gain of the latest rounds is far from
+        the expected gain."""
         depth = len(self.expected_gains) - 1
         self.recent_gain.decay(1 - 1 / max(2, RECENT_SAMPLES / len(samples)))
         self.recent_gain.denominator += sum(self.expected_gains[min(sample.max_depth, depth)] for sample in samples)
@@ -247,6 +256,7 @@ class Acceptance:
         return abs(gained - expected) > MAX_DEVIATIONS * math.sqrt(VARIANCE_PER_TOKEN * expected + 1)
 
     def _count_rounds(self) -> None:
+        """Counts the rounds in `uncounted_rounds`, and updates the estimates."""
         rounds, self.uncounted_rounds, tree = self.uncounted_rounds, [], self.uncounted_tree
         if not rounds or tree is None:
             return
@@ -256,26 +266,28 @@ class Acceptance:
         if tree not in self.counts_by_tree:
             self.counts_by_tree[tree] = TreeCounts([DecayingRate() for _ in range(depth)], [0.0] * (depth + 1))
         counts = self.counts_by_tree[tree]
-        # In a large batch, many samples are equal.
-        for sample, weight in Counter(samples).items():
+        # Equal samples are counted in one call, because many samples of a large batch are equal.
+        for sample, num_samples in Counter(samples).items():
             max_depth = min(sample.max_depth, depth)
-            _count_first_children(self.first_child_counts, sample, max_depth, weight)
-            counts.add(sample, max_depth, weight)
-        self._update_first_child()
+            _count_first_children(self.first_child_counts, sample, max_depth, num_samples)
+            counts.add(sample, max_depth, num_samples)
+        self._update_first_child_rates()
 
 
 def _count_first_children(
-    counts_by_depth: Sequence[DecayingRate], sample: AcceptanceSample, max_depth: int, weight: int
+    counts_by_depth: Sequence[DecayingRate], sample: AcceptanceSample, max_depth: int, num_samples: int
 ) -> None:
-    """Counts at each depth whether the first child was accepted, as long as the path follows first children."""
+    """Counts at each depth whether the first child was accepted, until an accepted node is not a first child.
+
+    max_depth: the greatest depth at which a node could be accepted.  num_samples: how many samples equal `sample`."""
     ranks = sample.sibling_ranks
     for depth in range(min(max_depth, len(ranks) + 1)):
         count = counts_by_depth[depth]
         if depth == len(ranks):
-            # If other nodes of the tree were more probable, the path's end got no child, so none was rejected.
-            count.denominator += weight * (not sample.is_leaf or sample.lacks_guesses)
+            # The tree may have had no room for a child of the last accepted node.  Then no child was rejected.
+            count.denominator += num_samples * (not sample.is_leaf or sample.lacks_guesses)
             return
-        count.denominator += weight
+        count.denominator += num_samples
         if ranks[depth]:
             return
-        count.numerator += weight
+        count.numerator += num_samples

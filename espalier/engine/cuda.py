@@ -1,9 +1,9 @@
-"""The GPU executor: one compute stream writes all device state, and rounds and most passes run as CUDA graphs.
+"""The GPU executor: one compute stream writes all device state.  Rounds and most prefill passes run as CUDA graphs.
 
-A launch copies its launch input from a pinned buffer and replays the CUDA graph of its form (LaunchForm).  Rounds are
-padded to batch buckets, prefill passes to the forms of ModelRunner.captured_passes.  Staged rounds have graphs of their
-own (cuda_stages.py).  The same code runs eagerly for batches above `graph_batch`, for passes that fit no form, and for
-passes that a grammar masks or that report log-probabilities of the prompt.
+A launch copies its launch input from a pinned buffer and replays the CUDA graph of its form (LaunchForm).  The batch of
+a round is padded to a bucket size, and a prefill pass to one of ModelRunner.captured_passes.  Staged rounds have graphs
+of their own (cuda_stages.py).  Other launches run the same code eagerly: batches above `graph_batch`, passes that fit
+no captured form, and passes that a grammar masks or that report log-probabilities of the prompt.
 The host waits only for results.  A second stream copies the launch's entry of the results ring to the host.  The entry
 and its pinned buffers are used again only after that copy has ended.
 
@@ -44,7 +44,7 @@ from espalier.kernels.runtime.precompile import precompile
 from espalier.layout import MAX_ROUNDS_IN_FLIGHT, LaunchForm, padded_batch
 from espalier.speculate.round import ModelRunner, RoundOutput
 
-# At most MAX_ROUNDS_IN_FLIGHT launches are unread.  With one more entry, a launch never waits for an earlier copy.
+# At most MAX_ROUNDS_IN_FLIGHT launches are unread.  With one more entry, a launch never waits until an entry is copied.
 RING_ENTRIES = MAX_ROUNDS_IN_FLIGHT + 1
 
 log = logging.getLogger(__name__)
@@ -63,8 +63,8 @@ class CapturedLaunch:
 class HostEntry:
     """The pinned host buffers for one entry of the results ring.
 
-    vector: the packed launch; results: the copy of the ring entry.  written_event: recorded when the device has written
-    the entry; copied_event: recorded when `results` is complete, after which both buffers may be used again."""
+    vector: the packed launch.  results: the copy of the ring entry.  written_event: recorded when the entry is written.
+    copied_event: recorded when `results` is complete, after which both buffers may be used again."""
 
     entry_index: int
     vector: Tensor
@@ -75,7 +75,7 @@ class HostEntry:
 
 @dataclass(frozen=True)
 class CudaLaunchHandle:
-    """A launch in flight.  prompt_logprobs: as in read_results; pinned, complete after `host_entry.copied_event`."""
+    """A launch in flight.  prompt_logprobs: [N, words], pinned; complete after `host_entry.copied_event`."""
 
     results: ResultsRing
     host_entry: HostEntry
@@ -95,20 +95,19 @@ class CudaLaunchHandle:
 class CudaStagedHandle:
     """A staged round in flight.  Its trees are on the host after `host_entry.copied_event`, while the GPU verifies.
 
-    stages: the stages for this batch size; None once the round is settled.
-    """
+    stages: the stages for this batch size; None once the round is settled."""
 
     executor: "CudaExecutor"
     host_entry: HostEntry
     launch_input: LaunchInput
     stages: RoundStages | None
-    settled: CudaLaunchHandle = field(init=False)
+    settled_handle: CudaLaunchHandle = field(init=False)
 
     @torch.inference_mode()
     def resume(self, guide: DraftGuideRows | None, ask_beam_masks: AskBeamMasks) -> None:
         """Runs propose, then runs verify while the trees are copied to the host.
 
-        All requests wait while the draft asks the host.  So it asks only if at least half have a grammar."""
+        All requests wait while the draft asks the host.  So it asks only if at least half of them have a grammar."""
         assert self.stages is not None
         batch = len(self.launch_input.slots)
         asks = guide is not None and 2 * len(guide.rows) >= batch
@@ -129,22 +128,22 @@ class CudaStagedHandle:
         with torch.cuda.stream(self.executor.stream):
             self.stages.set_masks(masks)
             self.stages.settle()
-            self.settled = self.executor.start_readback(self.host_entry, self.launch_input, None)
-        # If the round ran eagerly, this frees its tensors for the next round, which may start before this one is read.
+            self.settled_handle = self.executor.start_readback(self.host_entry, self.launch_input, None)
+        # If the round ran eagerly, this frees its tensors.  The next round may start before this round is read.
         self.stages = None
 
     def wait(self) -> None:
-        self.settled.wait()
+        self.settled_handle.wait()
 
     def result(self) -> list[RequestResult]:
-        return self.settled.result()
+        return self.settled_handle.result()
 
 
 class CudaExecutor:
     """Runs launches on one GPU.
 
-    graph_batch: the largest batch whose rounds are captured; 0: every launch runs eagerly.  Larger rounds are padded to
-    batch buckets too, so that they have few forms.
+    graph_batch: the largest batch whose rounds are captured; 0: every launch runs eagerly.  Larger batches are padded
+    to bucket sizes too, so that kernels are compiled for few sizes.
     keep_graphs: whether PyTorch keeps CUDAGraph.raw_cuda_graph, so that the kernels of graphs can be counted.
     overlap: whether a round may be launched before the previous round is read.  With overlap, attention is captured for
     lengths that the host does not know exactly.
@@ -205,11 +204,13 @@ class CudaExecutor:
                 self._replay(graph.graph)
             return self.start_readback(host_entry, launch_input, output)
 
-    def _copy_to_graph(self, is_prefill: bool, packed: LaunchBuffer, pinned: Tensor, graph: CapturedLaunch) -> None:
+    def _copy_to_graph(
+        self, is_prefill: bool, packed: LaunchBuffer, pinned_buffer: Tensor, graph: CapturedLaunch
+    ) -> None:
         """Copies a launch to the vector that its graph reads.  A graph has fixed sizes, but a prefill pass has any
         number of slot-table updates.  So for a prefill pass, the slot table is updated before the graph runs."""
         if not is_prefill:
-            graph.vector.copy_(_copy_to_pinned(pinned, packed), non_blocking=True)
+            graph.vector.copy_(_copy_to_pinned(pinned_buffer, packed), non_blocking=True)
             return
         device_launch = self._to_device(packed)
         device_launch.update_slot_table(self.runner.table)
@@ -233,20 +234,20 @@ class CudaExecutor:
         form = self.form_of(launch_input)
         return host_entry, form, self._pack(launch_input, host_entry.entry_index, form)
 
-    def _pack(self, launch_input: LaunchInput, entry: int, form: LaunchForm) -> LaunchBuffer:
+    def _pack(self, launch_input: LaunchInput, ring_entry: int, form: LaunchForm) -> LaunchBuffer:
         """Packs a launch.  For a model with recurrent states, the vector always has the snapshot parts, because the
-        model's graphs always read them."""
+        CUDA graphs of such a model always read these parts."""
         has_snapshots = self.runner.cache.states is not None
-        return pack_launch(self.runner.table, launch_input, entry, form, has_snapshots)
+        return pack_launch(self.runner.table, launch_input, ring_entry, form, has_snapshots)
 
     def _prepare_launch(
-        self, launch_input: LaunchInput, form: LaunchForm, in_graph: bool, capture: bool = False
+        self, launch_input: LaunchInput, form: LaunchForm, in_graph: bool, is_captured_now: bool = False
     ) -> None:
         """On the compute stream: clears pages, copies recurrent states, prepares attention for committed lengths."""
         self.runner.cache.before_launch(launch_input.cleared_pages, launch_input.state_copies)
-        # A prefill pass has one length for each piece.
+        # A prefill pass has one committed length for each piece, a round one for each request.
         lengths = launch_input.committed_lengths.padded_to(form.pieces or form.batch)
-        exact = not self.overlap if capture else lengths.exact
+        exact = not self.overlap if is_captured_now else lengths.exact
         self.runner.prepare(replace(lengths, exact=exact, in_graph=in_graph))
 
     def _launch_staged(self, launch_input: LaunchInput) -> CudaStagedHandle:
@@ -322,10 +323,9 @@ class CudaExecutor:
                 self._run_eager_launch(launch_input, packed, form)
 
     def form_of(self, launch_input: LaunchInput) -> LaunchForm:
-        """Returns the form that a launch is padded to, eager or captured.
+        """Returns the form that a launch is padded to, whether it runs eagerly or as a CUDA graph.
 
-        The batch of a round is padded to a bucket.  A batch above max_batch stays as it is, and is refused later.
-        """
+        The batch of a round is padded to a bucket.  A batch above max_batch stays as it is, and is refused later."""
         if launch_input.is_prefill:
             return launch_input.form(self.captured_passes)
         return LaunchForm(padded_batch(len(launch_input.slots), self.batch_buckets), tree=launch_input.tree)
@@ -349,9 +349,9 @@ class CudaExecutor:
     def start_readback(
         self, host_entry: HostEntry, launch_input: LaunchInput, output: RoundOutput | None
     ) -> CudaLaunchHandle:
-        """Starts copying the results and the prompt's log-probabilities to the host.  Called as `copy_entry` is.
+        """Starts copying the results and the prompt's log-probabilities to the host.  Called on the compute stream.
 
-        output: the output of an eager launch; else None: only eager launches compute prompt log-probabilities."""
+        output: the output of an eager launch, for its prompt log-probabilities; None for other launches."""
         prompt_logprobs = None
         if output is not None and output.prompt_logprobs is not None:
             prompt_logprobs = pack_logprob_rows(*output.prompt_logprobs)
@@ -359,7 +359,7 @@ class CudaExecutor:
         return CudaLaunchHandle(self.results, host_entry, launch_input, host_logprobs)
 
     def _capture(self) -> None:
-        """Captures rounds, then passes.  In both, the largest form comes first, so that the others reuse its memory."""
+        """Captures rounds, then prefill passes, each from large to small, so that later graphs reuse the memory."""
         if not self.captured_buckets:
             return
         began_s, reserved_before = time.perf_counter(), torch.cuda.memory_reserved(self.device)
@@ -400,7 +400,7 @@ class CudaExecutor:
         dummy_input, runner = dummy_launch(*form), self.runner.for_tree(form.tree)
         packed = self._pack(dummy_input, 0, form)
         with torch.cuda.stream(self.stream):
-            self._prepare_launch(dummy_input, form, in_graph=True, capture=True)
+            self._prepare_launch(dummy_input, form, in_graph=True, is_captured_now=True)
             vector = torch.from_numpy(packed.vector).to(self.device)
             device_launch = packed.with_vector(vector)
             # Run once eagerly: libraries load kernels and allocate workspaces, which is not allowed in a capture.
@@ -414,22 +414,22 @@ class CudaExecutor:
         return CapturedLaunch(vector, graph)
 
     def _capture_stages(self, graph_pool: Any) -> None:
-        """Captures each bucket's stages, in the memory of the rounds' graphs.  Stages that do not fit run eagerly."""
+        """Captures staged rounds of each bucket size, in `graph_pool`.  Sizes that do not fit there run eagerly."""
         began_s, reserved_before = time.perf_counter(), torch.cuda.memory_reserved(self.device)
         batch_buckets = self.captured_buckets[::-1]
         for batch in track(batch_buckets, "capturing staged rounds", console=Console(stderr=True), transient=True):
             try:
-                self.stage_graphs[batch] = self._capture_stages_of(batch, graph_pool)
+                self.stage_graphs[batch] = self._captured_stages(batch, graph_pool)
             except torch.OutOfMemoryError:
                 log.warning("staged rounds of %d requests run without CUDA graphs, which do not fit into memory", batch)
         self._log_captured("staged rounds", began_s, reserved_before)
 
     @torch.inference_mode()
-    def _capture_stages_of(self, batch: int, graph_pool: Any) -> RoundStages:
+    def _captured_stages(self, batch: int, graph_pool: Any) -> RoundStages:
         dummy_input, form = dummy_launch(batch), LaunchForm(batch)
         packed = self._pack(dummy_input, 0, form)
         with torch.cuda.stream(self.stream):
-            self._prepare_launch(dummy_input, form, in_graph=True, capture=True)
+            self._prepare_launch(dummy_input, form, in_graph=True, is_captured_now=True)
             eager = self._eager_stages(packed, batch)
         return eager.capture_stages(graph_pool, self.stream)
 
@@ -443,8 +443,8 @@ class CudaExecutor:
             self._give_streams_back()
 
 
-def _copy_to_pinned(buffer: Tensor, packed: LaunchBuffer) -> Tensor:
+def _copy_to_pinned(pinned_buffer: Tensor, packed: LaunchBuffer) -> Tensor:
     """Copies the packed vector to the start of a pinned buffer.  Returns the part of the buffer that holds it."""
-    launch_part = buffer[: len(packed.vector)]
+    launch_part = pinned_buffer[: len(packed.vector)]
     np.copyto(launch_part.numpy(), packed.vector)
     return launch_part

@@ -39,8 +39,7 @@ def no_garbage_collection() -> Iterator[None]:
     """Collects garbage now, and disables garbage collection inside the block.
 
     Garbage may hold graphs, streams and pinned memory of an earlier engine.  Freeing these objects calls CUDA, and such
-    a call ends a capture with an error.
-    """
+    a call ends a capture with an error."""
     gc.collect()
     was_enabled = gc.isenabled()
     gc.disable()
@@ -55,7 +54,8 @@ def no_garbage_collection() -> Iterator[None]:
 class GrammarRowMemory:
     """The memory that GrammarRows of all batch sizes share.
 
-    values: [n] on the device; pinned: [n] on the host; current_rows: the GrammarRows whose values the memory holds now.
+    values: [n] on the device.  pinned: [n] on the host.  current_rows: the GrammarRows whose values the memory holds
+    now.
     """
 
     values: Tensor
@@ -64,14 +64,13 @@ class GrammarRowMemory:
 
 
 class GrammarRows:
-    """A tensor on the device with one row for each request, such as its mask.
+    """A tensor on the device with one row for each request of a batch, such as the request's token mask.
 
-    values: [B, ...]; rows: the rows of requests with a grammar, ascending; unmasked_row: the content of all other rows,
-    which allows all tokens: a row, or one number for all cells of a row.
+    values: [B, ...], the tensor.  rows: the row numbers of requests with a grammar, ascending.
+    unmasked_row: the content of all other rows, which allows all tokens: a row, or one number for all cells of a row.
 
-    The same pinned buffer is filled again and again, because getting a new buffer each time takes longer.  NumPy fills
-    it, because PyTorch would use several threads, which wait for one another on a busy host.
-    """
+    The pinned buffer is reused, because getting a new buffer takes longer than filling it.  NumPy fills the buffer,
+    because PyTorch would use several threads, which wait for one another on a busy host."""
 
     def __init__(self, memory: GrammarRowMemory, shape: tuple[int, ...], unmasked_row: Tensor | int):
         self.memory = memory
@@ -92,8 +91,8 @@ class GrammarRows:
 
         row_values: [len(rows), ...]; None without rows.
 
-        The copies of the previous call must have ended.  So the caller first waits for the trees or results of the
-        round of that call."""
+        This overwrites the pinned buffer, so the copies that the previous call started must have ended.  They have
+        ended if the host has read the trees or the results of that round."""
         if rows != self.rows or self.memory.current_rows is not self:
             self._clear()
             self.rows = rows
@@ -151,7 +150,7 @@ def unpack_side_by_side(packed: Tensor, num_values: int, num_mask_words: int) ->
 
 @dataclass
 class BeamMaskQuery:
-    """The draft's question at one tree level and its answer, on the device.
+    """The draft's question at one tree level (which tokens may follow each beam?) and the host's answer, on the device.
 
     packed: [B, E + Q * W] int64, the question: E drafted tokens, then W words of ancestor bits for each of Q beams
     (sampling.mask.AskAllowedTokens).  One copy brings the whole question to the host.
@@ -164,11 +163,11 @@ class BeamMaskQuery:
 
     @classmethod
     def new(
-        cls, packed: Tensor, beams: int, num_tokens: int, num_mask_words: int, memory: StageMemory
+        cls, packed: Tensor, num_beams: int, num_tokens: int, num_mask_words: int, memory: StageMemory
     ) -> "BeamMaskQuery":
-        """Returns a question without an answer.  Until it has one, every token may follow."""
+        """Returns a question without an answer.  Until the host answers, every token may follow every beam."""
         # -1 (ALL_ALLOWED) as a forced token means that several tokens may follow; as a mask word, that all are allowed.
-        shape = (len(packed), beams, 1 + packed_row_length(num_mask_words))
+        shape = (len(packed), num_beams, 1 + packed_row_length(num_mask_words))
         # The questions of different tree levels have different numbers of tokens, so this number can name the memory.
         answer = memory.make_rows(f"answer to {num_tokens} tokens", shape, packed.dtype, ALL_ALLOWED)
         return cls(packed, num_tokens, num_mask_words, answer)
@@ -191,6 +190,7 @@ class BeamMaskQuery:
 
 
 def pack_query(tokens: Tensor, ancestor_bits: Tensor) -> Tensor:
+    """Returns BeamMaskQuery.packed."""
     return torch.cat((tokens, ancestor_bits.flatten(1)), 1)
 
 
@@ -228,9 +228,10 @@ class ProposeGraphs:
 
 
 class BeamMaskQueryRunner:
-    """The function DraftGuide.ask_allowed_tokens on a GPU.
+    """Serves as the function DraftGuide.ask_allowed_tokens on a GPU.
 
-    ask_beam_masks: gives the answers in an eager run; graphs: the graphs of a running capture, None in an eager run."""
+    ask_beam_masks: called for the answer in an eager run; None: the host is not asked.
+    graphs: the graphs of the capture that is running; None in an eager run."""
 
     def __init__(self, num_mask_words: int, memory: StageMemory):
         self.num_mask_words = num_mask_words
@@ -249,9 +250,9 @@ class BeamMaskQueryRunner:
 
 @dataclass
 class RoundStages:
-    """The four stages of a round, for one batch size.  No data passes through this object from one round to the next.
+    """The functions that run the four stages of a round of one batch size, and the tensors that the stages read.
 
-    The stages read three tensors on the device.
+    This object keeps no data from one round to the next.  The tensors are on the device:
     vector: [n] int64, the packed launch.
     guide: [batch, S + 1 + packed_row_length(words)] int64, the forced tokens, the tree level and the mask of a
     DraftGuide, packed by `pack_side_by_side`.
@@ -265,11 +266,14 @@ class RoundStages:
     verify: Callable[[], None]
     settle: Callable[[], None]
 
-    def set_guide(self, rows: DraftGuideRows | None) -> None:
-        if rows is None:
+    def set_guide(self, guide_rows: DraftGuideRows | None) -> None:
+        if guide_rows is None:
             self.guide.set_rows((), None)
         else:
-            self.guide.set_rows(rows.rows, pack_side_by_side(np.column_stack((rows.forced, rows.levels)), rows.masks))
+            self.guide.set_rows(
+                guide_rows.rows,
+                pack_side_by_side(np.column_stack((guide_rows.forced, guide_rows.levels)), guide_rows.masks),
+            )
 
     def set_masks(self, masks: NodeMasks) -> None:
         """Sets the masks of the nodes.  Requests without a grammar allow all tokens.
@@ -308,8 +312,8 @@ class EagerStages:
 
     @property
     def stages(self) -> RoundStages:
-        """The stages of this object, made new by each access.  A stored RoundStages would form a reference cycle, and
-        would keep the tensors of a round until garbage is collected."""
+        """The stages of this round, in a new RoundStages.  A stored RoundStages would form a reference cycle with this
+        object, so the tensors of a round would stay in memory until garbage is collected."""
         buffers = self.vector, self.guide_rows, self.masks
         return RoundStages(*buffers, self.staged.begin, self._propose, self.staged.verify, self._settle)
 

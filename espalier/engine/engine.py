@@ -71,8 +71,7 @@ class Engine:
     stop_error: the reason why the engine no longer runs; None while it runs.  If a launch fails, every request in the
     engine is aborted with this text.
     observer: is called for every launch; None by default.
-    chooser: chooses the tree of each round; None to use the fixed tree of each batch size (RoundLayout.for_batch).
-    """
+    chooser: chooses the tree of each round; None to use the fixed tree of each batch size (RoundLayout.for_batch)."""
 
     def __init__(
         self,
@@ -131,15 +130,14 @@ class Engine:
     def drain(self) -> None:
         """Reads the result of the launch in flight.  Until the next step, nothing runs on the models.
 
-        The next step returns the output chunks of that result.  Running requests keep their state.
-        """
+        The next step returns the output chunks of that result.  Running requests keep their state."""
         with self._stop_on_error():
             self._settle_round()
             previous, self.in_flight.unread_launch = self.in_flight.unread_launch, None
             self._read_result(previous)
 
     def raise_rank_failure(self) -> None:
-        """Raises the error of a failed rank, as `step` does.  Called while no request runs."""
+        """Raises the error of a failed rank.  This finds failures while no request runs and `step` is not called."""
         if self.executor.failure is not None:
             with self._stop_on_error():
                 raise self.executor.failure
@@ -152,8 +150,8 @@ class Engine:
         self.scheduler.process_results(started.launch, started.handle.result())
 
     def _resume_round(self, started: StartedLaunch | None) -> None:
-        """Starts the propose and verify stages of a round.  All earlier launches must have been read, so that the
-        grammars' states are known."""
+        """Starts the propose and verify stages of a round.  The results of all earlier launches must have been read,
+        because the states of the grammars follow from them."""
         if started is None or started.staged_handle is None:
             return
         masks, started.maskers = self.scheduler.mask_builder, self.scheduler.maskers_of(started.launch)
@@ -210,7 +208,7 @@ class Engine:
 
     @property
     def num_abandoned_grammars(self) -> int:
-        """The number of grammars that took too long and still occupy a thread (mask_threads.py)."""
+        """The number of grammars that took too long, and whose threads still run (mask_threads.py)."""
         return self.scheduler.mask_builder.threads.num_abandoned
 
     @property

@@ -2,8 +2,7 @@
 
 `run_launch` is the body of every launch, on any device, eager or captured in a CUDA graph.  A staged round runs the
 same work in four stages (`StagedRound`).  This file has the CPU executor.  With overlap, it runs launches on one worker
-thread; without overlap, on the caller's thread.  The GPU executor is in engine/cuda.py.
-"""
+thread; without overlap, on the caller's thread.  The GPU executor is in engine/cuda.py."""
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -55,7 +54,7 @@ class StagedRoundHandle(LaunchHandle, Protocol):
         """Starts the propose and the verify stage.
 
         guide: the forced tokens and masks that grammars give to the draft; None without grammars.
-        ask_beam_masks: a function that returns which tokens may follow the draft's rows.  The executor may call the
+        ask_beam_masks: a function that returns which tokens may follow the draft's beams.  The executor may call this
         function while the draft runs."""
         ...
 
@@ -69,7 +68,7 @@ class StagedRoundHandle(LaunchHandle, Protocol):
 
 
 class LaunchObserver(Protocol):
-    """Callbacks for measurements (Engine.observer).  The engine calls them for each launch, on its thread."""
+    """Callbacks for measurements (Engine.observer).  The engine calls them for each launch, on the engine's thread."""
 
     def on_launch(self, launch_input: LaunchInput) -> None:
         """Called before each launch."""
@@ -93,23 +92,23 @@ class Executor(Protocol):
 
     @property
     def runs_any_tree(self) -> bool:
-        """Whether a round may have a tree of any size up to the configured tree, and takes less time for fewer rows.
+        """Whether a round may have a tree of any size up to the configured tree.
 
-        If False, a round must have one of the layout's trees, and a staged round the tree of `RoundLayout.for_batch`,
-        because kernels and CUDA graphs exist only for these trees."""
+        Then a smaller tree also takes less time.  If False, a round must have a tree of RoundLayout.for_batch or
+        RoundLayout.choices, and a staged round must have that of RoundLayout.for_batch.  Kernels and CUDA graphs exist
+        only for these trees."""
         ...
 
     @property
     def failure(self) -> Exception | None:
-        """The reason why no launch can run any more, because another rank has failed; None if launches can run."""
+        """The error of another rank that has failed; None if none has failed.  After a failure, no launch can run."""
         ...
 
     def launch(self, launch_input: LaunchInput) -> LaunchHandle:
         """Starts a launch.  For a staged round (LaunchInput.is_staged), starts only the begin stage.
 
         The handle of a staged round is a StagedRoundHandle.  The round must be resumed and settled before the next
-        launch.
-        """
+        launch."""
         ...
 
     def close(self) -> None:
@@ -140,8 +139,8 @@ def run_launch(
 ) -> RoundOutput:
     """Runs one launch: updates the slot table, runs a round or a prefill pass, and writes the results.
 
-    device_launch: the packed launch input on the device.  width, prompt_rows: as in LaunchInput.  masks:
-    LaunchInput.masks on the device."""
+    device_launch: the packed launch input on the device.  width: the rows of each piece of a prefill pass; 0 for a
+    round.  prompt_rows: the rows whose log-probabilities are wanted.  masks: LaunchInput.masks, on the device."""
     device_launch.update_slot_table(runner.table)
     launch, snapshots = device_launch, device_launch.snapshots
     if width:
@@ -157,8 +156,7 @@ class StagedRound:
     """A round in four stages: `begin`, `propose`, `verify`, then `settle` with masks that the host made from the trees.
 
     The stages are the same as in `decode_round`.  The stages run eagerly or as CUDA graphs.  This object holds the
-    tensors that one stage passes to the next.
-    """
+    tensors that one stage passes to the next."""
 
     def __init__(
         self,
@@ -195,8 +193,9 @@ class StagedRound:
 
 
 def make_draft_guide(guide_rows: DraftGuideRows, batch: int, ask_beam_masks: AskBeamMasks) -> DraftGuide:
-    """Returns what grammars allow the draft to propose, for a batch, as tensors on the host.  ask_beam_masks: returns
-    which tokens may follow the draft's rows."""
+    """Returns the DraftGuide of a batch: the tokens that grammars let the draft propose, as tensors on the host.
+
+    ask_beam_masks: a function that returns which tokens may follow the draft's beams."""
     forced, masks, levels = map(torch.from_numpy, guide_rows.for_full_batch(batch))
 
     def ask_allowed_tokens(tokens: Tensor, ancestor_bits: Tensor) -> tuple[Tensor, Tensor]:
@@ -226,9 +225,9 @@ class CpuExecutor:
         """Runs `work` on the worker thread, after all earlier work; without a worker thread, runs it now."""
         if self.worker is not None:
             return self.worker.submit(work, *args)
-        done: Future[Any] = Future()
-        done.set_result(work(*args))
-        return done
+        result_future: Future[Any] = Future()
+        result_future.set_result(work(*args))
+        return result_future
 
     @torch.inference_mode()
     def run(self, launch_input: LaunchInput) -> list[RequestResult]:
@@ -269,13 +268,13 @@ class CpuExecutor:
 
 @dataclass
 class CpuLaunchHandle:
-    work: Future[list[RequestResult]]
+    result_future: Future[list[RequestResult]]
 
     def wait(self) -> None:
-        wait_for((self.work,))
+        wait_for((self.result_future,))
 
     def result(self) -> list[RequestResult]:
-        return self.work.result()
+        return self.result_future.result()
 
 
 class CpuStagedHandle(CpuLaunchHandle):
@@ -295,7 +294,7 @@ class CpuStagedHandle(CpuLaunchHandle):
         return self.proposed.result()
 
     def settle(self, masks: NodeMasks) -> None:
-        self.work = self.executor.submit(self._settle, masks)
+        self.result_future = self.executor.submit(self._settle, masks)
 
     # Tasks run in order.  So inside a task, `result` of an earlier task returns at once, or raises that task's error.
 

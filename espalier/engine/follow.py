@@ -127,7 +127,7 @@ class FollowerRank:
         except (EOFError, OSError):
             # Without this exit, the main thread could wait for another rank forever.
             os._exit(0)
-        except Exception as error:  # of unpickling, which may import anything
+        except Exception as error:  # unpickling may import any module, so it may raise any error
             self._messages.put(error)
 
     def _send_heartbeats(self) -> None:

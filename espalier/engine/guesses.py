@@ -21,10 +21,10 @@ from espalier.speculate.sources.survival import SurvivalCounts
 # For a round with a draft, a guess is sent to the device only if its first token is correct with at least this
 # probability.  Less probable guesses seldom get nodes in the tree.
 MIN_REACH_PROBABILITY_WITH_DRAFT = 0.6
-# A token of a guess is worth a row of the verify pass if the guess is correct up to and including this token with at
-# least this probability.  One more row costs about this share of the time in which a request gets a token.
+# A token of a guess gets a row of the verify pass if, with at least this probability, the guess is correct up to and
+# including the token.  Verifying one more row takes about this share of the time per emitted token.
 MIN_REACH_PROBABILITY = 0.06
-# Counts are logged after this many rounds, and each time that the number of rounds has doubled.
+# The counts of correct guesses are logged after this many rounds, and each time that the number of rounds has doubled.
 FIRST_LOGGED_ROUND = 256
 log = logging.getLogger("espalier")
 
@@ -40,7 +40,8 @@ class GuessFields(NamedTuple):
 
 
 class SourceGuesses(NamedTuple):
-    """The guesses of the sources before a round.  lookup_gain: what these guesses alone may gain; None if unknown."""
+    """The guesses that the sources made for a round.  lookup_gain: the expected gain of a round that verifies these
+    guesses alone, without a tree of the draft; None if unknown."""
 
     guesses_by_slot: GuessesBySlot = ()
     lookup_gain: LookupGain | None = None
@@ -53,8 +54,8 @@ NO_GUESSES = SourceGuesses()
 class GuessSources:
     """The sources of guesses, and the counts of correct guesses.
 
-    sources: in order of preference.  If there are more guesses than a round can take, it takes those of the first
-    sources.
+    sources: in order of preference.  If a request has more guesses than a round can verify, the guesses of the first
+    sources are kept.
     survival: counts how often guesses are correct; None if scores are not calibrated (sources/calibrate.py).
     counts_by_source: [ALL_SOURCES, 3], the sums of RequestResult.counts_by_source over `num_counted_rounds` rounds."""
 
@@ -93,15 +94,15 @@ class GuessSources:
             return ()
         width = max_guess_length(self.layout) if request.rounds_in_flight else self.layout.steps
         guesses = chain.from_iterable(source.guesses(request, width) for source in self.sources)
-        by_token: dict[int, Guess] = {}
+        guess_by_first_token: dict[int, Guess] = {}
         for guess in guesses:
-            by_token.setdefault(guess.tokens[0], guess)
-        return tuple(by_token.values())[: self.layout.num_sent_paths]
+            guess_by_first_token.setdefault(guess.tokens[0], guess)
+        return tuple(guess_by_first_token.values())[: self.layout.num_sent_paths]
 
     def _lookup_gain(self, batch: Sequence[Request], guesses: GuessesBySlot) -> LookupGain | None:
         """Returns the expected gain of the next round if it verifies these guesses alone.
 
-        None if the host does not know the gain, because a round is in flight or the device has a source too."""
+        None if the gain is unknown, because a round is in flight, or because a source on the device guesses too."""
         if self.layout.num_text_paths or any(request.rounds_in_flight for request in batch):
             return None
         gained, rows = 0.0, len(batch)
@@ -109,14 +110,15 @@ class GuessSources:
         for slot, slot_guesses in guesses:
             none_before = 1.0
             for guess in slot_guesses:
-                reach = self._probabilities_worth_rows(guess, samples[slot])
+                reach = self._reach_probabilities(guess, samples[slot])
                 gained += none_before * sum(reach)
                 none_before *= 1 - reach[0] if reach else 1.0
                 rows += len(reach)
         return LookupGain(gained / len(batch), rows)
 
-    def _probabilities_worth_rows(self, guess: Guess, is_sampled: bool) -> list[float]:
-        """Returns, for each token that is worth a row, the probability that the guess is right up to this token."""
+    def _reach_probabilities(self, guess: Guess, is_sampled: bool) -> list[float]:
+        """Returns, for each token that is worth a row of the verify pass (MIN_REACH_PROBABILITY), the probability that
+        the guess is correct up to and including this token."""
         assert self.survival is not None
         reached = self.survival.path_probabilities(guess.kind, is_sampled)[: len(guess.tokens)]
         return [reach for reach in reached if reach >= MIN_REACH_PROBABILITY]
@@ -141,9 +143,10 @@ class GuessSources:
         )
 
     def _guesses_worth_sending(self, guesses: Sequence[Guess], tree: TreeShape, is_sampled: bool) -> tuple[Guess, ...]:
+        """Returns the guesses of one request that are likely enough, each cut after its last likely token."""
         kept = []
         for guess in guesses:
-            reach = self._probabilities_worth_rows(guess, is_sampled)
+            reach = self._reach_probabilities(guess, is_sampled)
             if reach and (not tree.drafts or reach[0] >= MIN_REACH_PROBABILITY_WITH_DRAFT):
                 kept.append(replace(guess, tokens=guess.tokens[: len(reach)]))
         return tuple(kept)
@@ -158,7 +161,7 @@ class GuessSources:
         num_correct = [0] * len(results)
         request_ids: list[str] = []
         candidates: list[np.ndarray] = []
-        emitted: list[Sequence[int]] = []
+        emitted_tokens: list[Sequence[int]] = []
         for place, ((request, generation, _), result) in enumerate(zip(launch.launched_requests, results, strict=True)):
             if generation != request.generation or request.slot is None:
                 continue
@@ -168,11 +171,11 @@ class GuessSources:
             if speculates and result.candidates is not None and result.counts_by_source is not None:
                 request_ids.append(request.id)
                 candidates.append(result.candidates)
-                emitted.append(result.tokens)
+                emitted_tokens.append(result.tokens)
                 self.counts_by_source += result.counts_by_source
         if request_ids:
             self._log_counts()
-            self.survival.count_draft_nodes(request_ids, np.stack(candidates), emitted)
+            self.survival.count_draft_nodes(request_ids, np.stack(candidates), emitted_tokens)
         return num_correct
 
     def _log_counts(self) -> None:
@@ -187,6 +190,7 @@ class GuessSources:
         log.info("guesses of %d rounds: %s", self.num_counted_rounds, "; ".join(source_texts))
 
     def _count_correct_guesses(self, guesses: Sequence[Guess], request: Request, result: RequestResult) -> int:
+        """Counts the guesses of one request.  Returns the largest number of correct tokens in one guess."""
         assert self.survival is not None
         draft_sequences = (
             None if result.candidates is None else CandidateNodes.unpack(result.candidates).draft_sequences
@@ -205,7 +209,7 @@ class GuessSources:
 
 
 def _num_also_drafted(path: Sequence[int], draft_sequences: set[tuple[int, ...]] | None) -> int | None:
-    """Returns how many tokens at the start of a path the draft proposed too; None without a draft.
+    """Returns how many tokens at the start of a guessed path the draft proposed too; None without a draft.
 
     draft_sequences: the token sequences of the draft's nodes (CandidateNodes)."""
     if not draft_sequences:

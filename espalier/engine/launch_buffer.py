@@ -29,11 +29,10 @@ PART_ALIGNMENT = 2
 
 @dataclass(frozen=True)
 class LaunchBuffer:
-    """A packed launch: on the host as pack_launch makes it, or a copy on the device.
+    """A packed launch: either on the host, as `pack_launch` makes it, or a copy on the device.
 
     vector: [n] int64, a NumPy array on the host and a tensor on the device.  Each part is padded with zeros to a
-    multiple of PART_ALIGNMENT.  part_sizes: (name, length) of each part, in order, without this padding.
-    """
+    multiple of PART_ALIGNMENT.  part_sizes: (name, length) of each part, in order, without this padding."""
 
     vector: Any
     part_sizes: PartSizes
@@ -48,9 +47,11 @@ class LaunchBuffer:
 
         ring_entry: [1], the entry of the results ring to write.  slots: [B], padded with slot 0.
         lengths: [B], the number of each request's tokens that a prefill pass computes; empty for a round.
-        piece_request_row, piece_token_offset: [P], piece_last_piece: [B], as in speculate/pieces.py:Pieces; empty in a
-        form without pieces.
-        snapshot_num_tokens, snapshot_row: [B], as in cache/states.py:SnapshotTargets; empty without snapshots.
+        piece_request_row, piece_token_offset: [P], for each piece its request's row of the batch, and the number of
+        this request's tokens in earlier pieces.  piece_last_piece: [B], the index of each request's last piece.  All
+        three are empty in a form without pieces.
+        snapshot_num_tokens, snapshot_row: [B], after how many tokens a request's recurrent state is copied, and the
+        table row that gets the copy; empty without snapshots.
         cleared: slots that get a new request.
         FIELD.at, FIELD.values: for each updated field of the slot table, the indices and the new values."""
         parts = self.vector.split([_aligned_size(size) for _, size in self.part_sizes])
@@ -103,10 +104,10 @@ class LaunchBuffer:
 def pack_launch(
     table: SlotTable, launch_input: LaunchInput, ring_entry: int, form: LaunchForm, has_snapshots: bool = False
 ) -> LaunchBuffer:
-    """Packs a launch input.  ring_entry: entry of the results ring; form: the launch's form, padding included.
+    """Packs a launch input.  ring_entry: entry of the results ring.  form: the launch's form, padding included.
 
-    has_snapshots: whether the vector has snapshot parts even if the launch takes no snapshot.  If layers keep recurrent
-    states, their graphs always read these parts.
+    has_snapshots: whether the vector has snapshot parts even if the launch takes no snapshot.  The CUDA graphs of
+    models with recurrent states always read these parts.
     Padding requests have slot 0 and no tokens.  Padding pieces have no tokens and belong to the last request.
     Raises EspalierError if the slot table or the vector is too small."""
     updates = table.init_updates(launch_input.slot_inits)
@@ -144,8 +145,7 @@ def _padded_sizes(layout: RoundLayout, launch_input: LaunchInput, form: LaunchFo
     """Returns the lengths to which parts are padded with zeros.
 
     A padding zero in an update of the page table writes 0 to cell 0, the first page of the dummy request.  That page is
-    page 0 already.
-    """
+    page 0 already."""
     if launch_input.is_prefill:
         return {"slots": form.batch, "lengths": form.batch, "piece_last_piece": form.batch if form.pieces else 0}
     capacity, count = layout.max_appended_pages(form.batch), len(launch_input.appended_pages)
@@ -169,7 +169,8 @@ def _padded_sizes(layout: RoundLayout, launch_input: LaunchInput, form: LaunchFo
 def _source_updates(table: SlotTable, launch_input: LaunchInput) -> dict[str, ScatterUpdate]:
     """Returns the slot-table updates for a round's guesses, survival table and draft skills.
 
-    In `survival`, a padding zero is written to kind 0, which no guess has; in `draft_skill`, to the dummy slot."""
+    An update may be padded with zeros.  In `survival`, these are written to kind 0, which no guess has.  In
+    `draft_skill`, they are written to the dummy slot."""
     if not table.layout.calibrates_scores:
         return {}
     survival = np.zeros(0, dtype=np.float32) if launch_input.survival is None else launch_input.survival.reshape(-1)
@@ -182,6 +183,7 @@ def _source_updates(table: SlotTable, launch_input: LaunchInput) -> dict[str, Sc
 
 
 def _piece_parts(launch_input: LaunchInput, form: LaunchForm) -> dict[str, np.ndarray]:
+    """Returns the three parts that describe the pieces of a prefill pass, padded to the form's number of pieces."""
     request = offset = last = np.zeros(0, dtype=np.int64)
     if form.pieces:
         pieces = launch_input.pieces or tuple((row, 0) for row in range(len(launch_input.slots)))

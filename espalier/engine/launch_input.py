@@ -1,7 +1,6 @@
 """What the host sends to start a launch (a prefill pass or a round), and the results that it reads back.
 
-Inputs and results are plain values, so they can be sent to another process.
-"""
+Inputs and results are plain values, so they can be sent to another process."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -48,7 +47,7 @@ class LaunchInput:
     lengths: by slot, the number of tokens to compute.  width: the rows of each piece; 0 for a round.
     pieces: for each piece (speculate/pieces.py), (row of the batch, offset of the piece's first token in the request's
     tokens of this pass); empty if each slot has one piece.
-    slot_inits: requests that get a slot.  A round has none, because its launch input has a fixed form.
+    slot_inits: requests that get a slot.  A round has none, because the launch input of a round has a fixed size.
     prompt_rows: the rows whose log-probabilities are wanted; None if none are wanted.
     masks: [B, 1, words] int32, the tokens that may be picked; None if all may be picked.
 
@@ -56,8 +55,9 @@ class LaunchInput:
     is_staged: whether the round runs in stages, because one of its requests has a grammar.
     reports_trees: whether results contain the trees.
     guesses: (slot, guesses of the host's sources for this slot).
-    survival: [NODE_KINDS, S], draft_skill: by slot; both as in SlotTable.  They are empty unless scores are calibrated
-    (speculate/sources/calibrate.py).  survival is also None if the device already has the same values."""
+    survival: [NODE_KINDS, S] float32, by kind and depth: the log-probability that a node is right if its parent is
+    right; None if the device already has the same values.  draft_skill: by slot, added to this log-probability for the
+    draft's nodes.  Both are missing unless scores are calibrated (speculate/sources/calibrate.py)."""
 
     slots: tuple[int, ...]
     sampling_features: SamplingFeatures
@@ -116,7 +116,7 @@ class Launch:
 class DraftTree:
     """The tree of one request in one round.
 
-    path_rows: the indices of the accepted nodes, from the root down.  All other lists have one entry for each node."""
+    path_rows: the node indices of the accepted path, from the root down.  Other lists have an entry for each node."""
 
     tokens: list[int]
     parents: list[int]
@@ -129,8 +129,8 @@ class DraftTree:
 class RoundTrace:
     """One round of one request, passed to `Scheduler.on_round`.
 
-    The round committed rows prefix_len .. prefix_len + len(emitted) - 1 of `pages`, which hold page_size rows each.
-    """
+    prefix_len: the number of rows committed before the round.  emitted: the emitted tokens.  pages: the request's
+    pages, of page_size rows each, which hold the committed rows in order."""
 
     request_id: str
     tree: DraftTree
@@ -163,11 +163,11 @@ class RequestResult:
     tokens: the emitted tokens; empty after a prefill pass that does not end the prompt.
     is_finite: False if the next token was dropped, because it was picked from logits that were not finite.
     tree: the tree, if LaunchInput.reports_trees.  tree_checksum: a number that almost surely differs if trees differ.
-    logprobs: rows as in espalier/logprobs.py, one for each emitted token; None if the request wants none.
-    prompt_logprobs: such rows for the prompt tokens that follow the request's rows of LaunchInput.prompt_rows; None if
-    it has no such rows.
-    sibling_ranks, is_leaf: as in acceptance.py:AcceptanceSample; () and True if LaunchInput.tree is None or has no
-    steps.
+    logprobs: a packed row (espalier/logprobs.py) for each emitted token; None if the request wants none.
+    prompt_logprobs: a packed row for each prompt token whose log-probability LaunchInput.prompt_rows asks for; None if
+    the launch reports none for this request.
+    sibling_ranks: for each accepted node its rank among its siblings, 0 for the most probable.  is_leaf: whether the
+    last accepted node has no child.  They are () and True if LaunchInput.tree is None or has no steps.
     own_text_paths: (kind, tokens) of the paths that the device found in the request's prompt and output.
     candidates: [D] int64, all nodes of the request's tree, even those that got none of the batch's shared rows, packed
     by `pack_nodes`; None if no tree of the batch has such nodes.
@@ -191,8 +191,7 @@ class RequestResult:
 def dummy_launch(batch: int, width: int = 0, pieces: int = 0, tree: TreeShape | None = None) -> LaunchInput:
     """Returns a launch of dummy slots in the form LaunchForm(batch, width, pieces, tree).  No request changes.
 
-    The pieces are spread evenly over the dummy requests.
-    """
+    The pieces are spread evenly over the dummy requests."""
     dummies = (0,) * batch
     spread = tuple((i * batch // pieces, 0) for i in range(pieces))
     lengths = dummies if width else ()
@@ -213,7 +212,7 @@ def sampling_features_of(requests: list[Request]) -> SamplingFeatures:
 def prompt_rows_of(batch: list[Request], prefill: PrefillPass) -> PromptRows | None:
     """Returns the rows of a prefill pass whose prompt log-probabilities are still missing; None if there are none.
 
-    prefill: the pass; batch: its requests.  A row is included if the next token belongs to the prompt and the next
+    prefill: the pass.  batch: its requests.  A row is included if the next token belongs to the prompt and the next
     token's log-probabilities were not read yet.  A preempted request computes its rows again, but log-probabilities
     that were read before the preemption are kept and not computed again."""
     spans, num_top_by_request, first_row = [], [], 0
@@ -230,10 +229,14 @@ def prompt_rows_of(batch: list[Request], prefill: PrefillPass) -> PromptRows | N
     return PromptRows(tuple(spans), tuple(num_top or 0 for num_top in num_top_by_request))
 
 
-def slot_init(request: Request, tokens: list[int], start: int, commit_from: int, end: int, steps: int) -> SlotInit:
+def slot_init(
+    request: Request, tokens: list[int], start: int, commit_from: int, max_num_tokens: int, steps: int
+) -> SlotInit:
     """Returns the values that fill the slot of a request when the request gets the slot.
 
-    tokens, start, commit_from, end: as in SlotInit.  steps: RoundLayout.steps, the depth of the deepest tree."""
+    tokens: the prompt and the output so far.  start: the index of the first row to compute.
+    commit_from: the number of rows in shared pages, which are never written.
+    max_num_tokens: the number of tokens at which the request ends.  steps: the depth of the deepest tree."""
     params = request.params
     assert request.slot is not None
     return SlotInit(
@@ -243,7 +246,7 @@ def slot_init(request: Request, tokens: list[int], start: int, commit_from: int,
         pages=tuple(request.pages),
         start=start,
         commit_from=commit_from,
-        end=end,
+        end=max_num_tokens,
         depth_limit=params.depth_limit(steps),
         sampling={
             **params.slot_values(),

@@ -15,8 +15,7 @@ from espalier.engine.ranks import BeamAnswer, OtherRanks, RankFailed, ResumeRoun
 class LeadExecutor:
     """An Executor (executor.py) for several ranks.  own_executor: this rank's executor.  `close` ends the other ranks.
 
-    Every method raises RankFailed if a rank has failed.
-    """
+    Every method raises RankFailed if a rank has failed."""
 
     def __init__(self, own_executor: Executor, ranks: OtherRanks) -> None:
         self.own_executor = own_executor

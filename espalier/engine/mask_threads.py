@@ -29,13 +29,12 @@ MAX_THREADS = 8
 
 # The result of a piece of work whose thread was abandoned.
 TOO_SLOW: Any = object()
-# A function that does the piece of work with an index, and returns its result.
+# A function of a number i.  It does piece i of the work of a call, and returns the result of this piece.
 IndexedWork = Callable[[int], Any]
 
 
 class MaskThreadPool:
-    """A pool of threads that can be abandoned.  limit_s: the processor time that the work of one round may take, in
-    seconds."""
+    """A pool of threads that can be abandoned.  limit_s: the most processor seconds for the work of one round."""
 
     def __init__(self, limit_s: float = GRAMMAR_LIMIT_S):
         self.limit_s = limit_s
@@ -60,14 +59,16 @@ class MaskThreadPool:
         """Runs the pieces of work, work(0) to work(num_pieces - 1).  Returns their results, TOO_SLOW for an abandoned
         piece.  Raises the error of a piece.
 
-        all_threads: whether several threads begin at once.  If False, one begins, and others help if it is slow.
-        used_s: for each piece, the processor seconds of earlier calls in this round; this call adds its own seconds.
-        overrun_s: maps the length of a share to the seconds that other work of this round used beyond such shares."""
+        all_threads: whether several threads start at once.  If False, one thread starts, and others follow if it is
+        slow.
+        used_s: for each piece, the processor seconds of earlier calls in this round.  This call adds its own seconds.
+        overrun_s: a function of the length of a share.  It returns how many seconds other work of this round has used
+        in excess of such shares."""
         time_share_s = self.limit_s / 2 / min(max(num_pieces, 1), MAX_TIME_SHARES)
         call = _PoolCall(work, num_pieces, time_share_s, used_s or [0.0] * num_pieces, has_several_threads=all_threads)
         self._queue_call(call, min(num_pieces, available_cores()) if all_threads else min(num_pieces, 1))
         while call.num_unfinished and not call.all_done.acquire(timeout=self.limit_s / 2 / MAX_TIME_SHARES):
-            self._handle_slow(call, overrun_s)
+            self._handle_slow_threads(call, overrun_s)
         if call.error is not None:
             raise call.error
         return call.results
@@ -80,8 +81,8 @@ class MaskThreadPool:
             self.threads.add(thread)
             thread.start()
 
-    def _handle_slow(self, call: "_PoolCall", overrun_s: Callable[[float], float]) -> None:
-        """Starts other threads beside slow threads.  Abandons the slow threads if they have used up the limit."""
+    def _handle_slow_threads(self, call: "_PoolCall", overrun_s: Callable[[float], float]) -> None:
+        """Starts further threads if threads are slow.  Abandons the slow threads if they have used up the limit."""
         with call.lock:
             running = [
                 (thread, thread.job) for thread in self.threads if thread.job is not None and thread.job.call is call
@@ -115,12 +116,12 @@ class MaskThreadPool:
 
 
 class _CallQueue:
-    """The data that the threads share.  The threads hold no reference to the pool.  So if nobody closes a pool, its
-    threads end when the pool is freed.
+    """The queue from which the threads of a pool take calls.
 
-    Threads wait by reading from a pipe.  Waking a thread takes half as long as with queue.SimpleQueue, because writing
-    releases the GIL.
-    num_threads: how many threads take calls; num_abandoned: how many abandoned threads still run."""
+    The threads refer to this queue, and not to the pool.  So if nobody closes a pool, its threads end when the pool is
+    freed.  Threads wait by reading from a pipe.  With a pipe, waking a thread takes half as long as with
+    queue.SimpleQueue, because a write to a pipe releases the GIL.
+    num_threads: how many threads take calls.  num_abandoned: how many abandoned threads still run."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -149,9 +150,9 @@ class _CallQueue:
         with self.lock:
             self.num_threads -= 1
             if not self.num_threads:
-                self._close()
+                self._close_pipe()
 
-    def _close(self) -> None:
+    def _close_pipe(self) -> None:
         for end in self.pipe_ends or ():
             os.close(end)
         self.pipe_ends = None
@@ -170,7 +171,7 @@ class _CallQueue:
     def end_threads(self) -> None:
         """Ends the threads that take calls."""
         if not self.num_threads:
-            self._close()
+            self._close_pipe()
         for _ in range(self.num_threads):
             self.put(None)
 
@@ -178,8 +179,9 @@ class _CallQueue:
 class _PoolCall:
     """One call of MaskThreadPool.run.
 
-    indices: counts the pieces of work; a thread takes the next piece.  num_unfinished: how many pieces have no result.
+    indices: an iterator over the pieces; a thread takes the next piece.  num_unfinished: how many have no result yet.
     lock: protects the fields that threads write.  all_done: released when all pieces have results.
+    time_share_s: the processor seconds that one piece may use before it counts as slow.
     used_s_of_ended_pieces: the seconds that each ended or abandoned piece has used in this round.
     has_several_threads: whether several threads were started for this call."""
 
@@ -205,7 +207,8 @@ class _PoolCall:
 class _ThreadJob:
     """A piece of work that a thread is doing.
 
-    start_s: the thread's processor time when the piece began; is_slow: whether the piece has used its share."""
+    index: the number of the piece.  start_s: the thread's processor time when the piece began.
+    is_slow: whether the piece has used up its share of the time."""
 
     call: _PoolCall
     index: int
@@ -213,12 +216,12 @@ class _ThreadJob:
     is_slow: bool = False
 
     def used_s(self, thread: "_MaskThread") -> float:
-        """Returns the processor seconds that this piece of work has used in this round, with earlier calls."""
+        """Returns the processor seconds that this piece has used in this round, including earlier calls."""
         return self.call.used_s[self.index] + _thread_time(thread) - self.start_s
 
 
 class _MaskThread(threading.Thread):
-    """A thread of the pool.  job: the piece of work that the thread is doing; clock: the clock of the thread's
+    """A thread of the pool.  job: the piece of work that the thread is doing.  clock: the clock of the thread's
     processor time, None if the system has no such clock."""
 
     def __init__(self, queue: _CallQueue):

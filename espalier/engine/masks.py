@@ -28,7 +28,7 @@ NO_FORCED_TOKENS = ForcedTokens([], None)
 class NodeMasks(NamedTuple):
     """Masks of some requests of a batch; the other requests allow all tokens.
 
-    rows: the places of these requests in the batch; masks: [len(rows), D, words] int32 (sampling/mask.py)."""
+    rows: the places of these requests in the batch.  masks: [len(rows), D, words] int32 (sampling/mask.py)."""
 
     rows: tuple[int, ...]
     masks: np.ndarray
@@ -41,7 +41,7 @@ class NodeMasks(NamedTuple):
 class DraftGuideRows(NamedTuple):
     """The values of a sampling.mask.DraftGuide for some requests of a batch.
 
-    rows: the places of these requests in the batch; forced: [len(rows), S] int64; masks: [len(rows), words] int32;
+    rows: the places of these requests in the batch.  forced: [len(rows), S] int64.  masks: [len(rows), words] int32.
     levels: [len(rows)] int64, the tree level that each mask holds for; 0 for no level."""
 
     rows: tuple[int, ...]
@@ -60,9 +60,8 @@ class DraftGuideRows(NamedTuple):
 class BeamMasks(NamedTuple):
     """The tokens that may follow the beams of some requests of a batch; any token may follow the other beams.
 
-    rows: the places of these requests in the batch; forced: [len(rows), K] int64, the token if only one may follow,
-    else -1; masks: [len(rows), K, words] int32.
-    """
+    rows: the places of these requests in the batch.  forced: [len(rows), K] int64, the token if only one may follow,
+    else -1.  masks: [len(rows), K, words] int32."""
 
     rows: tuple[int, ...]
     forced: np.ndarray
@@ -74,8 +73,8 @@ class BeamMasks(NamedTuple):
         return forced, _fill_full_batch(self.rows, self.masks, batch, ALL_ALLOWED)
 
 
-# A function that returns which tokens may follow the draft's rows.  Arguments: tokens and ancestor_bits, as in
-# sampling.mask.AskAllowedTokens, on the host.
+# A function that returns which tokens may follow the draft's beams.  Arguments, on the host: the drafted tokens [B, E],
+# and ancestor bits [B, beams, W], whose bit e says whether drafted token e is on the path to the beam.
 AskBeamMasks = Callable[[Tensor, Tensor], BeamMasks]
 
 
@@ -84,7 +83,7 @@ class MaskBuilder:
 
     steps: the levels of the largest tree.  slow_maskers: maskers that took too long.  They are never called again.
     guides_forced: whether the draft gets forced tokens.  guides_mask: whether the draft gets masks of allowed tokens.
-    guides_all_levels: whether the draft gets both also at deeper tree levels, where it asks for them (`beam_masks`).
+    guides_all_levels: whether the draft gets an answer when it asks for masks at deeper tree levels (`beam_masks`).
     Only measurements set these three to False."""
 
     def __init__(self, vocab_size: int, steps: int):
@@ -93,7 +92,7 @@ class MaskBuilder:
         self.steps = steps
         self.threads = MaskThreadPool()
         self.slow_maskers: WeakSet[TokenMasker] = WeakSet()
-        # Processor seconds of each masker: the time of this round, plus half of the value before this round.
+        # The processor seconds of each masker: those of this round, plus half of the value before this round.
         self._used_s: WeakKeyDictionary[TokenMasker, float] = WeakKeyDictionary()
 
     def node_masks(self, maskers: Maskers, trees: HostTrees) -> NodeMasks:
@@ -115,8 +114,7 @@ class MaskBuilder:
     def prompt_masks(self, batch: Sequence[Request]) -> np.ndarray | None:
         """Returns [B, 1, words] int32: the tokens that may follow each prompt; None if any token may.
 
-        Only a prompt whose last token is in this pass gets a mask, because only such a prompt gets a next token.
-        """
+        Only a prompt whose last token is in this pass gets a mask, because only such a prompt gets a next token."""
         picking = [r.masker if r.num_prefilled >= r.prefill_len and not r.output else None for r in batch]
         rows = _rows_with_masker(picking)
         if not rows:
@@ -129,7 +127,7 @@ class MaskBuilder:
     def guide_rows(self, maskers: Maskers) -> DraftGuideRows | None:
         """Returns the forced tokens and masks for the draft of a round; None without a tree or a grammar.
 
-        Called once a round, so this also halves the used times that earlier rounds left."""
+        Called once in each round.  So it also halves the times that the maskers have used in earlier rounds."""
         rows = _rows_with_masker(maskers)
         self._halve_used_time()
         if not rows or not self.steps:
@@ -149,8 +147,8 @@ class MaskBuilder:
     def beam_masks(self, maskers: Maskers, tokens: Tensor, ancestor_bits: Tensor) -> BeamMasks:
         """Returns the tokens that may follow the beams of a tree level.
 
-        tokens, ancestor_bits: as in sampling.mask.AskAllowedTokens, on the host.
-        """
+        tokens: [B, E], all tokens drafted so far.  ancestor_bits: [B, beams, W], whose bit e says whether drafted token
+        e is on the path to the beam.  Both are on the host."""
         rows, beams = _rows_with_masker(maskers), ancestor_bits.shape[1]
         out = BeamMasks(
             rows,

@@ -1,8 +1,7 @@
 """Decides which prompt tokens the next prefill pass computes.
 
 A pass runs pieces.  A piece is some consecutive tokens of one request.  All pieces are padded to one width.  A request
-may have several pieces in a pass.  A small width needs little padding, and a large width makes few pieces.
-"""
+may have several pieces in a pass.  A small width needs little padding, and a large width makes few pieces."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -10,21 +9,23 @@ from typing import NamedTuple
 from espalier.layout import LaunchForm, RoundLayout, captured_form
 from espalier.request import Request
 
-# The fixed cost of a pass, as the number of rows that take as long.  About 150 of these rows stand for reading the
-# weights (a GPU's bfloat16 peak over its bandwidth), the others for a round that may run before the next pass.
+# The fixed cost of a pass, in rows: computing this many rows takes as long.  About 150 of them stand for reading the
+# weights: 150 is a GPU's bfloat16 peak divided by its bandwidth.  The others stand for a round that may run before the
+# next pass.
 PASS_OVERHEAD_ROWS = 256
 # For an eager pass of fewer rows, the host takes longer to launch the kernels than an H200 takes to run them (8B model,
 # docs/log.md).
 MIN_EAGER_ROWS = 1024
-# Among the widths with at least this share of the best width's tokens a second, the largest is used, because it makes
-# few pieces.
+# A width is near best if its tokens a second are at least this share of the best width's.  The largest such width is
+# used, because it makes few pieces.
 NEAR_BEST_RATE = 0.98
 
 
 class PrefillPass(NamedTuple):
     """The size of a prefill pass.
 
-    lengths: for each request of the batch, in order, the number of tokens to compute; width: the rows of each piece."""
+    lengths: for each request of the batch, in order, the number of tokens to compute.  width: the rows of each
+    piece."""
 
     lengths: tuple[int, ...]
     width: int
@@ -52,7 +53,8 @@ def is_prefill_next(
     is_streamed: whether a decoding request is streamed.  Then passes and rounds alternate.  Otherwise prompts come
     first, because a full batch makes a round most efficient.  But a small pass waits for more prompts, until idle_rows
     reaches PASS_OVERHEAD_ROWS.
-    idle_rows: how many rows the rounds since the last pass would have run for the requests in prefill."""
+    idle_rows: how many rows the rounds since the last pass would have run for the requests in prefill, had these
+    requests been decoding already."""
     if not prefilling or not decoding:
         return bool(prefilling)
     if is_streamed:
@@ -66,10 +68,12 @@ def next_prefill_pass(
 ) -> PrefillPass:
     """Returns the next pass: the fastest pass (the most tokens a second), or a captured pass (a CUDA graph).
 
-    The smallest captured pass that is about as good as the fastest pass is returned.  It is as good if it has at least
-    as many tokens, or nearly as many if the fastest pass leaves tokens for the next pass, and if it has at most a few
-    more rows, where the fastest pass counts as at least MIN_EAGER_ROWS rows.  If no captured pass is as good, the
-    fastest pass is returned, or, if that pass has fewer than MIN_EAGER_ROWS rows, the fastest captured pass.
+    The smallest captured pass that is about as good as the fastest pass is returned.  Two conditions must hold.
+    First, the captured pass computes as many tokens as the fastest pass.  Slightly fewer tokens suffice if the fastest
+    pass does not compute all tokens either.  Second, the captured pass has at most slightly more rows.  A fastest pass
+    with fewer than MIN_EAGER_ROWS rows counts as MIN_EAGER_ROWS rows.
+    If no captured pass meets the conditions, the fastest pass is returned.  But if the fastest pass has fewer than
+    MIN_EAGER_ROWS rows, the fastest captured pass is returned instead.
     tokens_left: for each request, in queue order, the number of tokens still to compute.
     max_pass_rows: the most rows of the pass, at most chunk_size.  captured_forms: Executor.captured_passes."""
     passes = [
@@ -119,7 +123,6 @@ def _pass_with_width(tokens_left: Sequence[int], width: int, max_pass_rows: int)
 def pieces_of(prefill: PrefillPass) -> tuple[tuple[int, int], ...]:
     """Returns (row of the batch, offset of the piece's first token) for each piece, request after request.
 
-    Empty if each request has one piece.
-    """
+    Empty if each request has one piece."""
     pieces = tuple((r, at) for r, length in enumerate(prefill.lengths) for at in range(0, length, prefill.width))
     return pieces if len(pieces) > len(prefill.lengths) else ()

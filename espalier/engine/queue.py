@@ -18,7 +18,7 @@ MAX_STALE_ENTRIES = 4
 class QueueEntry(NamedTuple):
     """A request in the queue.
 
-    number: counts the entries, so that requests with equal arrivals leave in the order in which they were added."""
+    number: the number of entries added before.  It orders requests with equal arrival_index."""
 
     arrival_index: int
     number: int
@@ -28,7 +28,7 @@ class QueueEntry(NamedTuple):
 class ClientQueue:
     """One client's requests of one priority.
 
-    start_tag: the turn of the client's next request; num_waiting: the number of entries that are still valid."""
+    start_tag: the turn of the client's next request.  num_waiting: the number of entries that are still valid."""
 
     def __init__(self, start_tag: int):
         self.start_tag = start_tag
@@ -36,15 +36,15 @@ class ClientQueue:
         self.heap: list[QueueEntry] = []
 
 
-# Preempted requests wait as if they all came from this client, and go first.  So they use no turn of their own client.
+# Preempted requests wait as if they all came from this client, which comes before all others.  So a preempted request
+# does not use a turn of its own client.
 PREEMPTED_CLIENT = None
 
 
 class FairQueue:
     """The requests of one priority.  virtual_time: the start tag of the last request that got a slot.
 
-    is_valid: returns whether an entry still waits; invalid entries are dropped when they reach the front.
-    """
+    is_valid: returns whether an entry still waits; invalid entries are dropped when they reach the front."""
 
     def __init__(self, is_valid: Callable[[QueueEntry], bool]):
         self.is_valid = is_valid
@@ -129,7 +129,7 @@ class WaitingQueue:
         return None if entry is None else entry.request
 
     def put_back(self, entry: QueueEntry) -> None:
-        """Puts an entry that was set aside back into its old place in the queue."""
+        """Puts an entry that `pop` returned back into its old place in the queue."""
         self._valid_numbers[entry.request] = entry.number
         priority = entry.request.priority
         if priority not in self._by_priority:
@@ -146,8 +146,9 @@ class WaitingQueue:
         return min(self._by_priority)
 
     def pop(self, gets_slot: bool) -> QueueEntry:
-        """Removes and returns the entry of the request that `peek` returned.  gets_slot: False if the entry is only set
-        aside, and will be put back (`put_back`)."""
+        """Removes and returns the entry of the request that `peek` returned.
+
+        gets_slot: whether the request gets a slot.  If False, the caller later puts the entry back (`put_back`)."""
         priority = self._first_priority
         entry = self._by_priority[priority].pop(gets_slot)
         del self._valid_numbers[entry.request]

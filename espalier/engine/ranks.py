@@ -24,7 +24,7 @@ from espalier.engine.launch_input import LaunchInput, RequestResult
 from espalier.engine.masks import BeamMasks, DraftGuideRows, NodeMasks
 from espalier.errors import EspalierError
 
-# A rank sends a heartbeat each HEARTBEAT_S.
+# In seconds: the time between two heartbeats, and the longest silence and lag of a rank that has not failed.
 HEARTBEAT_S, MAX_SILENCE_S, MAX_LAG_S = 0.5, 10.0, 10.0
 # One failure causes others.  The thread waits this long for further failures, and reports the first cause.
 FAILURE_GRACE_S = 0.5
@@ -41,7 +41,8 @@ class RankFailed(RuntimeError):
 
 
 class LoadModels(NamedTuple):
-    """Load the models.  source: pickled; source.load(rank) loads the models and returns the rank's executor."""
+    """Load the models.  source: an object that can be pickled.  Its method `load` takes a rank's number, loads the
+    models and returns the rank's executor."""
 
     source: Any
 
@@ -90,21 +91,21 @@ class Heartbeat(NamedTuple):
 
 
 class ModelsLoaded(NamedTuple):
-    """The rank has loaded its models.  number: counts the loads from 1; 0 means that the process has started."""
+    """The rank has loaded its models.  number: how often it has loaded models; 0 if only its process has started."""
 
     number: int
 
 
 class Decisions(NamedTuple):
-    """The tokens and trees of a launch.  number: the launch's number; decisions: the result of `decisions_of`."""
+    """The tokens and trees of a launch.  number: the launch's number.  decisions: the result of `decisions_of`."""
 
     number: int
     decisions: bytes
 
 
 class FailureReport(NamedTuple):
-    """The rank has failed.  is_refusal: whether the error was an EspalierError; is_out_of_memory: whether memory ran
-    out."""
+    """The rank has failed.  error: the text of the error.  is_refusal: whether the error was an EspalierError.
+    is_out_of_memory: whether memory ran out."""
 
     error: str
     is_refusal: bool
@@ -137,8 +138,8 @@ class RankProcess(Protocol):
 class Peer:
     """Another rank.
 
-    silent_s: seconds since the rank's last message; lag_s: seconds for which the rank has not started the launch
-    that rank 0 sent last."""
+    silent_s: seconds since the rank's last message.  lag_s: for how many seconds the rank has not started the last
+    launch of rank 0."""
 
     rank: int
     connection: Connection
@@ -170,8 +171,7 @@ class OtherRanks:
     """Ranks 1 to N - 1.
 
     collectives: rank 0's collectives, which are aborted when a rank fails; None before the ranks are joined.
-    rendezvous_folder: holds the files through which ranks find one another.
-    """
+    rendezvous_folder: holds the files through which ranks find one another."""
 
     def __init__(self, peers: Sequence[Peer]) -> None:
         self.peers = tuple(peers)
@@ -194,7 +194,7 @@ class OtherRanks:
                 raise self.failure_that_caused(error) from None
 
     def load(self, source: Any) -> None:
-        """Starts loading on every rank, and does not wait."""
+        """Tells every other rank to call source.load, which loads the rank's models.  Does not wait."""
         self.num_loads_sent += 1
         self.send(LoadModels(source))
 
@@ -225,8 +225,8 @@ class OtherRanks:
         raise self.failure
 
     def wait_until_loaded(self) -> None:
-        """Waits until every rank has loaded, or until every rank has started if no load was sent.  Raises the errors of
-        `wait_for_messages`."""
+        """Waits until every rank has loaded its models.  If `load` was not called, waits until every process has
+        started.  Raises RankFailed, or the EspalierError of a rank."""
         if self.num_load_messages <= self.num_loads_sent:
             self.wait_for_messages(ModelsLoaded, self.num_loads_sent)
             self.num_load_messages = self.num_loads_sent + 1
@@ -238,10 +238,9 @@ class OtherRanks:
         return self.num_launched
 
     def wait_for_messages(self, message_type: type, number: int = 0) -> list[Any]:
-        """Waits until every rank has sent this kind of message with this number.  Returns the messages in rank order.
+        """Waits until every rank has sent a message of this type with this number.  Returns them in rank order.
 
-        Raises RankFailed, or the EspalierError of a rank.
-        """
+        Raises RankFailed, or the EspalierError of a rank."""
 
         self._wait_for(lambda: all((message_type, number) in peer.received_messages for peer in self.peers))
         return [peer.received_messages.pop((message_type, number)) for peer in self.peers]
@@ -372,7 +371,7 @@ class OtherRanks:
     def _abort_collectives(self) -> None:
         """Aborts the collectives, so that this rank stops waiting for the others."""
         if self.collectives is not None:
-            # An error of `abort` would tell less than the failure.
+            # An error of `abort` is dropped, because `failure` tells more.
             with suppress(Exception):
                 self.collectives.abort()
 

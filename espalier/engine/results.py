@@ -1,8 +1,7 @@
 """The results ring on the device, and how the host reads it.
 
 A launch writes its output to the ring entry that its launch input names, one row for each request.  All values are
-int64 (floats as their bits), so one copy brings an entry to the host.
-"""
+int64 (floats as their bits), so one copy brings an entry to the host."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -27,14 +26,15 @@ from espalier.speculate.tree import VOID, Tree
 
 @dataclass(frozen=True)
 class ResultColumns:
-    """The columns of a row of the ring: for each value of a request's output a slice of [0, width).
+    """The columns of a row of the ring: for each value of a request's output, the slice of [0, width) that holds it.
 
-    length: the number of emitted tokens.  num_finite: how many of these come before the first one with non-finite
-    logits.  emitted: the emitted tokens.  path: the indices of the accepted nodes, the root first.
-    tokens, parents, depths, scores: of all nodes.  own_text_paths, candidates: as in RequestResult, as int64 values.
-    logprobs: for each emitted token a row as in espalier/logprobs.py; undefined if the request wants none.
-    max_top_logprobs: how many likeliest tokens a row of `logprobs` has: MAX_LOGPROBS, or fewer with a small vocabulary.
-    checksum_weights: int64, the factors of tokens and parents in RequestResult.tree_checksum."""
+    length: the number of emitted tokens.  num_finite: how many emitted tokens come before the first token with
+    non-finite logits.  emitted: the emitted tokens.  path: the indices of the accepted nodes, the root first.
+    tokens, parents, depths, scores: of all nodes.  own_text_paths: the paths found in the request's own text.
+    candidates: all drafted nodes, packed by `pack_nodes`.  logprobs: for each emitted token a row as in
+    espalier/logprobs.py; undefined if the request wants none.  max_top_logprobs: how many likeliest tokens a row of
+    `logprobs` has: MAX_LOGPROBS, or fewer with a small vocabulary.  checksum_weights: int64, the factors of tokens and
+    parents in RequestResult.tree_checksum."""
 
     length: slice
     num_finite: slice
@@ -174,27 +174,28 @@ def _read_candidates(
 
 
 def _sibling_ranks(
-    columns: ResultColumns, ring_entry: np.ndarray, is_node: np.ndarray, lengths: list[int]
+    columns: ResultColumns, ring_entry: np.ndarray, is_node: np.ndarray, path_lengths: list[int]
 ) -> tuple[list[tuple[int, ...]], list[bool]]:
-    """Returns AcceptanceSample.sibling_ranks and AcceptanceSample.is_leaf of each request.  lengths: of the paths.
+    """Returns AcceptanceSample.sibling_ranks and AcceptanceSample.is_leaf of each request.
 
-    Nodes are in the order of their scores, so a node's rank is the number of siblings before it."""
+    path_lengths: how many nodes each accepted path has, including the root.  The nodes of a tree are in the order of
+    their scores, so a node's rank is the number of its siblings with lower indices."""
     parents = np.where(is_node, ring_entry[:, columns.parents], VOID)
     parents[:, 0] = VOID  # the root is its own parent
     paths, ranks, is_leaf = ring_entry[:, columns.path].tolist(), [], []
     # Lists are faster than arrays here, because paths are short.
-    for nodes, path, length in zip(parents.tolist(), paths, lengths, strict=True):
+    for nodes, path, length in zip(parents.tolist(), paths, path_lengths, strict=True):
         ranks.append(tuple(nodes[:node].count(nodes[node]) for node in path[1:length]))
         is_leaf.append(path[max(length - 1, 0)] not in nodes)
     return ranks, is_leaf
 
 
-def _read_tree(columns: ResultColumns, row: np.ndarray, length: int) -> DraftTree:
+def _read_tree(columns: ResultColumns, row: np.ndarray, path_length: int) -> DraftTree:
     tokens, parents, depths = (row[part].tolist() for part in (columns.tokens, columns.parents, columns.depths))
     scores = row[columns.scores].astype(np.int32).view(np.float32)
     # The ring has columns for the largest tree.  Columns past this tree hold no score bits, so void nodes get -inf.
     scores = np.where(row[columns.tokens] == VOID, -np.inf, scores).tolist()
-    return DraftTree(tokens, parents, depths, scores, row[columns.path][:length].tolist())
+    return DraftTree(tokens, parents, depths, scores, row[columns.path][:path_length].tolist())
 
 
 def read_trees(columns: ResultColumns, ring_entry: np.ndarray) -> list[tuple[list[int], list[int]]]:

@@ -1,8 +1,7 @@
-"""The time of a round of any tree: a prediction, corrected by the rounds that have run.
+"""Predicts the time of a round of any tree, and corrects the predictions by the times of the rounds that have run.
 
-On a GPU a clock measures the times that correct the prediction.  On a CPU the time is computed from the rows of a
-round, so that equal requests run equal rounds.
-"""
+On a GPU, a clock measures these times.  On a CPU, they are computed from the number of rows of a round, so that equal
+requests always run equal rounds."""
 
 from collections import deque
 from dataclasses import dataclass
@@ -19,11 +18,11 @@ MAX_PREDICTION_ERROR = 1.15
 
 @dataclass(frozen=True)
 class CpuCosts:
-    """RoundCosts on a CPU, in units of the time of a round with one row.
+    """RoundCosts on a CPU.  The unit of all times is the time of a round with one row.
 
-    row_cost: the cost of one more row; lookup_cost: the cost of looking for guesses; draft_cost: the cost of a draft
-    pass, 0 for drafts without a model.  The defaults were measured on one core, with models of at most 135M parameters.
-    """
+    row_cost: the time of one more row.  lookup_cost: the time to look for guesses.  draft_cost: the time of a draft
+    pass; 0 for a drafter without a model.  The defaults were measured on one core, with models of at most 135M
+    parameters."""
 
     row_cost: float = 0.03
     lookup_cost: float = 0.05
@@ -40,10 +39,10 @@ class CpuCosts:
 
 
 class RoundTimes:
-    """The corrected time of rounds.
+    """Predicts the time of a round, and corrects the predictions.
 
-    latest_ratios: by (batch, tree), the latest times, each divided by the predicted time.  corrections: the median of
-    these ratios if a clock measures them, else their mean."""
+    latest_ratios: by (batch, tree): the real time divided by the predicted time, for each of the latest rounds.
+    corrections: by (batch, tree): the median of these ratios if a clock measures the times, else their mean."""
 
     def __init__(self, costs: RoundCosts) -> None:
         self.costs = costs
@@ -51,7 +50,7 @@ class RoundTimes:
         self.corrections: dict[tuple[int, TreeShape], float] = {}
 
     def seconds(self, tree: TreeShape, batch: int, context: float) -> float:
-        """The expected time of a round.  context: the mean number of tokens of a request."""
+        """Returns the expected time of a round.  context: the mean number of tokens of a request."""
         predicted, correction = self.costs.seconds(tree, batch, context), self.corrections.get((batch, tree))
         if correction is not None:
             return predicted * correction
@@ -65,10 +64,11 @@ class RoundTimes:
         return self._seconds_of_new_tree(predicted, batch, context) if self.costs.uses_clock else predicted
 
     def _seconds_of_new_tree(self, predicted: float, batch: int, context: float) -> float:
-        """The expected time of a tree that has not run, from the rounds of the batch that is nearest in size.
+        """Returns the expected time of a tree that has not run, from the rounds of the batch that is nearest in size.
 
-        If those rounds take more than MAX_PREDICTION_ERROR times their prediction, the host is slower than the GPU, so
-        the new tree takes the same additional time.  If they take less, the prediction of the new tree is lowered."""
+        If those rounds take more than MAX_PREDICTION_ERROR times their predicted time, the host is slower than the GPU.
+        Then the new tree takes the same additional time.  If those rounds take less than their predicted time divided
+        by MAX_PREDICTION_ERROR, the prediction for the new tree is lowered too."""
         others = (
             (max(batch / size, size / batch), ratio, self.costs.seconds(shape, size, context))
             for (size, shape), ratio in self.corrections.items()
@@ -77,7 +77,7 @@ class RoundTimes:
         return predicted * min(ratio * MAX_PREDICTION_ERROR, 1.0) + max(ratio - MAX_PREDICTION_ERROR, 0.0) * seconds
 
     def add(self, tree: TreeShape, batch: int, context: float, seconds: float) -> None:
-        """Counts the time of a round."""
+        """Counts the real time of a round.  context: the mean number of tokens of a request."""
         predicted = self.costs.seconds(tree, batch, context)
         if (batch, tree) not in self.latest_ratios:
             # The expected time counts as two rounds, so that one late round does not rule the tree out.

@@ -1,4 +1,4 @@
-"""The trees of rounds: asks the chooser (tree_choice.py) for a tree, and gives the results of rounds to the chooser."""
+"""Decides the tree of each round: asks the chooser (tree_choice.py), and gives the results of rounds to the chooser."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -13,8 +13,8 @@ from espalier.request import Request
 class RoundTrees:
     """Decides the tree of each round, and counts results.
 
-    chooser: chooses among RoundLayout.choices; None to run the fixed tree of each batch size; runs_any_tree: as in
-    Executor.
+    chooser: chooses among RoundLayout.choices; None to run the fixed tree of each batch size.
+    runs_any_tree: whether a round may have another tree than the layout's trees (Executor.runs_any_tree).
     num_rounds: how many rounds of each tree were launched."""
 
     def __init__(self, layout: RoundLayout, chooser: TreeChooser | None = None, runs_any_tree: bool = False) -> None:
@@ -22,7 +22,7 @@ class RoundTrees:
         self.chooser = chooser or TreeChooser()
         self.runs_any_tree = runs_any_tree
         self.num_rounds: Counter[TreeShape] = Counter()
-        # Whether rounds may run without a draft pass.
+        # Whether a round may run without a draft pass, with looked-up guesses alone.
         self.has_lookup_trees = any(not tree.drafts for _, trees in layout.choices for tree in trees)
 
     def next_tree(self, batch: Sequence[Request], lookup_gain: LookupGain | None = None) -> TreeShape | None:
@@ -64,10 +64,10 @@ class RoundTrees:
         max_depths: Sequence[int],
         num_correct: Sequence[int],
     ) -> None:
-        """Counts the results of a launch.
+        """Counts the results of a launch, for the choice of later trees.
 
-        max_depths: for each request, the greatest depth at which it could accept nodes; num_correct: the result of
-        GuessSources.count_correct_guesses."""
+        max_depths: for each request, the greatest depth at which it could accept nodes.  num_correct: for each
+        request, the largest number of correct tokens in one guess."""
         tree = launch_input.tree
         if launch_input.is_prefill:
             self.chooser.restart()
@@ -95,9 +95,10 @@ def tree_label(tree: TreeShape) -> str:
     return ",".join(map(str, tree.sizes.values())) + shared + ("" if tree.drafts and tree.extends else " without draft")
 
 
-def _lookup_sample(max_depth: int, num_correct: int, emitted: int) -> AcceptanceSample:
+def _lookup_sample(max_depth: int, num_correct: int, num_emitted: int) -> AcceptanceSample:
     """Returns the sample that the guesses of the host's and the device's sources would have given without the draft.
 
-    If a guess agrees with all emitted tokens, its later tokens might have been accepted too, so they do not count."""
-    depth = num_correct if num_correct == emitted else max_depth
+    If all emitted tokens agree with a guess, later tokens of the guess might have been accepted too.  So in this case,
+    no token counts as rejected."""
+    depth = num_correct if num_correct == num_emitted else max_depth
     return AcceptanceSample(depth, (0,) * min(max_depth, num_correct), True, True)

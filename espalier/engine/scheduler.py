@@ -82,7 +82,7 @@ class Scheduler:
         self.num_rounds: Counter[int] = Counter()
         self._launches_in_flight = 0
         self._last_was_prefill = False
-        # The cost of delaying the next prefill pass: the rows that rounds since the last one lacked for its requests.
+        # The rows that rounds since the last prefill pass would have run for the requests that wait for the next pass.
         self._idle_rows = 0.0
         self._output_chunks: list[OutputChunk] = []
         self._aborted_requests: list[Request] = []
@@ -114,8 +114,8 @@ class Scheduler:
         return self._launch_round(batch) if batch else None
 
     def maskers_of(self, launch: Launch) -> Maskers:
-        """Returns each request's masker in a staged round; None without a grammar.  All earlier results must have been
-        processed.  A request that has left its slot since the launch gets None: its results will be dropped."""
+        """Returns the masker of each request in a staged round; None for a request without a grammar, or that has left
+        its slot since the launch.  All earlier results must have been processed."""
         return tuple(r.masker if generation == r.generation else None for r, generation, _ in launch.launched_requests)
 
     def process_results(self, launch: Launch, results: list[RequestResult]) -> None:
@@ -149,7 +149,7 @@ class Scheduler:
     # Slots
 
     def fits(self, request: Request) -> bool:
-        """Returns whether the request fits into the pool to its end, if no other request has pages."""
+        """Returns whether the pool has enough pages for the request at its greatest length, if no other has pages."""
         num_rows = request.max_num_tokens(self.layout.max_context) + self.rounds_in_flight - 1
         return self.layout.pages_for(num_rows) < self.pool.num_pages
 
@@ -169,7 +169,7 @@ class Scheduler:
                 self.waiting.put_back(entry)
 
     def _waits_for_sibling(self, request: Request) -> bool:
-        """Returns whether the first sample of the same prompt is still in its prefill, whose pages will be shared."""
+        """Returns whether a request must wait for the pages of its prompt, which another sample is still computing."""
         leader = request.prefix_leader
         return self.prefix_tree is not None and leader is not None and not (leader.prompt_cached or leader.is_done)
 
@@ -298,7 +298,7 @@ class Scheduler:
             tree=tree,
             is_staged=not prefill.width and any(r.masker for r in batch),
             masks=self.mask_builder.prompt_masks(batch) if prefill.width else None,
-            state_copies=self.state_keeper.take_copies(),
+            state_copies=self.state_keeper.take_state_copies(),
             snapshots=snapshots,
             **self.guess_sources.launch_fields(batch, guesses, tree)._asdict(),
             committed_lengths=committed_lengths,
@@ -333,7 +333,7 @@ class Scheduler:
         request.rounds_in_flight -= 1
         prefix_len, pages = request.num_known, request.pages
         request.num_known += len(result.tokens)
-        # The last token is the target's own, the others are the draft's.  Without finite logits the last is missing.
+        # The last token is the target's own, unless its logits are not finite.  The others are the draft's.
         num_accepted = len(result.tokens) - 1 if result.is_finite else len(result.tokens)
         num_kept = self._append_tokens(request, result, [at < num_accepted for at in range(len(result.tokens))])
         if not request.is_done:
@@ -352,22 +352,22 @@ class Scheduler:
             self.on_round(RoundTrace(request.id, result.tree, prefix_len, result.tokens, [*pages], size))
         return max_depth
 
-    def _append_tokens(self, request: Request, result: RequestResult, from_draft: list[bool]) -> int:
-        """Appends decided tokens to the request until one ends it.  Returns the number of tokens appended."""
+    def _append_tokens(self, request: Request, result: RequestResult, are_from_draft: list[bool]) -> int:
+        """Appends the result's tokens to the request until one ends it.  Returns the number of appended tokens."""
         reason, num_kept, max_num_tokens = None, 0, request.max_num_tokens(self.layout.max_context)
         prompt_logprobs = None if request.output else request.prompt_logprobs_to_report
         for token in result.tokens:
             reason, num_kept = self._push_token(request, token, max_num_tokens), num_kept + 1
             if reason:
                 break
-        request.from_draft += from_draft[:num_kept]
+        request.from_draft += are_from_draft[:num_kept]
         self.guess_sources.add_tokens(request, result.tokens[:num_kept])
         logprobs = None if result.logprobs is None else request.logprobs.add(result.logprobs[:num_kept])
         text = request.detokenizer.take_text(final=reason is not None) if request.detokenizer else ""
         if reason:
             self._set_finished(request, reason)
         if num_kept:
-            content = (result.tokens[:num_kept], text, from_draft[:num_kept], logprobs, prompt_logprobs)
+            content = (result.tokens[:num_kept], text, are_from_draft[:num_kept], logprobs, prompt_logprobs)
             self._output_chunks.append(OutputChunk(request.id, request.index, *content, reason, request.stop_reason))
         return num_kept
 
@@ -388,7 +388,7 @@ class Scheduler:
     # Ended and preempted requests
 
     def _drop_aborted(self) -> None:
-        """Finishes aborted requests without a slot.  If no launch is in flight, also those with a slot."""
+        """Finishes aborted requests that have no slot, and, if no launch is in flight, those that have a slot."""
         # The list is replaced before it is read, so a call of `abort` during this method goes to the new list.
         aborted, self._aborted_requests = self._aborted_requests, []
         for request in aborted:
@@ -426,7 +426,7 @@ class Scheduler:
     def _release_slot(self, request: Request) -> None:
         assert request.slot is not None
         if request.error is None and request.num_known > request.prefill_len:
-            # Rounds have added rows; the rows of the prefill were inserted when the prefill's result was read.
+            # The rows of the prefill were inserted when its result was read.  Rounds have added more rows since then.
             self._cache_pages(request, min(request.num_known, request.num_tokens))
         self.state_keeper.on_slot_released(request)
         self.pool.release(request.pages)
@@ -442,7 +442,7 @@ class Scheduler:
         request.generation += 1
 
     def _cache_pages(self, request: Request, num_rows: int) -> None:
-        """Inserts the full pages of the first `num_rows` rows into the prefix tree.  Later rows may still change."""
+        """Inserts full pages of the request's first `num_rows` rows into the prefix tree.  Later rows may change."""
         if self.prefix_tree is not None:
             num_full = self.layout.num_full_pages(num_rows)
             tokens = request.tokens[: self.layout.tokens_in(num_full)]

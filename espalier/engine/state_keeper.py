@@ -3,8 +3,7 @@ state of a request (a snapshot).
 
 The snapshot of a page is the state before the page's last `tokens_before_end` tokens.  The device takes the snapshot in
 the launch in which the request reaches that number of tokens (LaunchInput.snapshots).  The host uses the snapshot only
-after it has read the result of that launch.
-"""
+after it has read the result of that launch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -23,14 +22,13 @@ NO_SNAPSHOT = (0, ZERO_ROW)
 
 
 class NoStateKeeper:
-    """Serves the scheduler for a model without recurrent states.  A request begins where its cached rows end."""
+    """Serves the scheduler for a model without recurrent states.  It takes no snapshots."""
 
     def enter_slot(self, request: Request, first_row: int, num_cached_tokens: int) -> tuple[int, int]:
         """Returns (the first row to compute, the tokens that count as cached) of a request that got its slot and pages.
 
-        first_row: the first row to compute in a model without states; num_cached_tokens: tokens with rows in shared
-        pages.
-        """
+        first_row: the first row to compute in a model without states.  num_cached_tokens: tokens with rows in shared
+        pages."""
         return first_row, num_cached_tokens
 
     def max_prefill_tokens(self, request: Request) -> int:
@@ -46,15 +44,15 @@ class NoStateKeeper:
         """Returns LaunchInput.snapshots of a round.  Must be called before the round is launched."""
         return ()
 
-    def take_copies(self) -> IntPairs:
+    def take_state_copies(self) -> IntPairs:
         """Returns LaunchInput.state_copies of the next launch."""
         return ()
 
     def on_decoded(self, request: Request) -> None:
         """Called when the host has read tokens of a running request."""
 
-    def on_pages_cached(self, request: Request, rows: int) -> None:
-        """Called when the full pages of the first `rows` rows of a running request are in the prefix tree."""
+    def on_pages_cached(self, request: Request, num_rows: int) -> None:
+        """Called when the full pages of the first `num_rows` rows of a running request are in the prefix tree."""
 
     def on_slot_released(self, request: Request) -> None:
         """Called when a request has left its slot."""
@@ -62,11 +60,12 @@ class NoStateKeeper:
 
 @dataclass
 class RequestSnapshots:
-    """The snapshots of a running request, as (number of tokens up to the end of the page, row of the snapshot).
+    """The snapshots of a running request.  A snapshot belongs to a page.  It is stored as a pair: the number of tokens
+    up to the end of the page, and the row of the state table.
 
-    planned_ends: the page ends of the prompt that will get a snapshot, ascending, in tokens.
+    planned_ends: the page ends in the prompt that will get a snapshot, ascending, as numbers of tokens.
     taken_snapshots: the snapshots that prefill passes took, for pages that are not in the prefix tree yet.
-    pending_snapshot: the snapshot that rounds will take next; last_snapshot: the last snapshot that rounds took."""
+    pending_snapshot: the snapshot that rounds will take next.  last_snapshot: the last snapshot that rounds took."""
 
     planned_ends: list[int]
     taken_snapshots: list[tuple[int, int]] = field(default_factory=list)
@@ -100,7 +99,7 @@ class StateKeeper(NoStateKeeper):
 
     def enter_slot(self, request: Request, first_row: int, num_cached_tokens: int) -> tuple[int, int]:
         assert request.slot is not None
-        # The number of cached pages whose snapshots are states at or before `first_row`.
+        # The number of cached pages whose snapshots, if they have one, are states at or before row `first_row`.
         reached = self.layout.num_full_pages(min(num_cached_tokens, first_row + self.tokens_before_end))
         hit_index = self.snapshot_rows.last_with_snapshot(request.pages[:reached])
         row, end = ZERO_ROW, 0
@@ -113,7 +112,7 @@ class StateKeeper(NoStateKeeper):
         )
         return begin, end
 
-    def _planned_page_ends(self, prefill_len: int, begin: int, num_cached_tokens: int) -> list[int]:
+    def _planned_page_ends(self, prefill_len: int, first_row: int, num_cached_tokens: int) -> list[int]:
         """Returns the page ends of a prompt that get a snapshot: the end of the cached pages, every multiple of
         `prompt_interval`, and the last page end."""
         if self.prefix_tree is None:
@@ -121,7 +120,7 @@ class StateKeeper(NoStateKeeper):
         interval = self._rounded_to_pages(self.prompt_interval)
         last_page_end = self.layout.tokens_in(self.layout.num_full_pages(prefill_len))
         ends = {num_cached_tokens, last_page_end, *range(interval, last_page_end, interval)}
-        return sorted(end for end in ends if begin < end - self.tokens_before_end and end <= last_page_end)
+        return sorted(end for end in ends if first_row < end - self.tokens_before_end and end <= last_page_end)
 
     def max_prefill_tokens(self, request: Request) -> int:
         left, planned = super().max_prefill_tokens(request), self._by_request[request].planned_ends
@@ -148,7 +147,7 @@ class StateKeeper(NoStateKeeper):
     def _snapshot_of_round(self, request: Request) -> tuple[int, int] | None:
         snapshots = self._by_request[request]
         if snapshots.pending_snapshot is None and self.prefix_tree is not None:
-            # The next snapshot is past every length that the slot can have after the rounds in flight.
+            # The next snapshot is taken after so many tokens that no round in flight can have reached this number.
             max_committed = self.layout.max_committed_rows(request.num_known, request.rounds_in_flight)
             interval = self._rounded_to_pages(self.decode_interval)
             end = ((max_committed + self.tokens_before_end) // interval + 1) * interval
@@ -158,11 +157,12 @@ class StateKeeper(NoStateKeeper):
         return snapshots.pending_snapshot
 
     def _launch_snapshots(self, snapshots: Sequence[tuple[int, int] | None]) -> IntPairs:
+        """Returns LaunchInput.snapshots.  snapshots: for each request (page end in tokens, table row), or None."""
         if not any(snapshots):
             return ()
         return tuple(NO_SNAPSHOT if each is None else (each[0] - self.tokens_before_end, each[1]) for each in snapshots)
 
-    def take_copies(self) -> IntPairs:
+    def take_state_copies(self) -> IntPairs:
         copies, self._pending_copies = tuple(self._pending_copies), []
         return copies
 
@@ -173,7 +173,7 @@ class StateKeeper(NoStateKeeper):
                 self.snapshot_rows.release(snapshots.last_snapshot[1])
             snapshots.last_snapshot, snapshots.pending_snapshot = snapshots.pending_snapshot, None
 
-    def on_pages_cached(self, request: Request, rows: int) -> None:
+    def on_pages_cached(self, request: Request, num_rows: int) -> None:
         snapshots = self._by_request[request]
         self.on_decoded(request)
         taken_snapshots, snapshots.taken_snapshots, snapshots.last_snapshot = (
@@ -182,7 +182,7 @@ class StateKeeper(NoStateKeeper):
             None,
         )
         for end, row in taken_snapshots:
-            pages = [] if self.prefix_tree is None or end > rows else self.prefix_tree.match(request.tokens[:end])
+            pages = [] if self.prefix_tree is None or end > num_rows else self.prefix_tree.match(request.tokens[:end])
             if pages and self.layout.tokens_in(len(pages)) == end:
                 self.snapshot_rows.attach(pages[-1], row)
             else:
@@ -192,9 +192,9 @@ class StateKeeper(NoStateKeeper):
         for _, row in self._by_request.pop(request).all_snapshots:
             self.snapshot_rows.release(row)
 
-    def _rounded_to_pages(self, tokens: int) -> int:
+    def _rounded_to_pages(self, num_tokens: int) -> int:
         """Returns the number of tokens, rounded up to whole pages."""
-        return self.layout.tokens_in(self.layout.pages_for(tokens))
+        return self.layout.tokens_in(self.layout.pages_for(num_tokens))
 
 
 def make_state_keeper(

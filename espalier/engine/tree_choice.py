@@ -2,8 +2,7 @@
 
 RoundLayout.choices has the trees that may be chosen.  acceptance.py estimates the tokens that a round emits, and
 round_times.py the seconds that it takes.  To keep the estimates true, the engine explores now and then: for a few
-rounds it runs another tree that is nearly as good.  Tokens never depend on the choice.
-"""
+rounds it runs another tree that is nearly as good.  Tokens never depend on the choice."""
 
 import logging
 from bisect import bisect
@@ -22,12 +21,12 @@ from espalier.layout import PLAIN_TREE, RoundLayout, TreeShape, next_bucket
 MIN_SPEEDUP = 1.02
 # Rounds from a change of the tree to the first exploration.  Each later interval is twice as long, up to MAX_INTERVAL.
 MIN_INTERVAL, MAX_INTERVAL = 16, 256
-# A tree is explored if its expected tokens a second, divided by the best tree's, are at least MIN_RIVAL_RATE.  Instead,
-# MIN_UNKNOWN_RATE holds for trees that have not run, because predicted times have errors of up to 15% (tree_cost.py),
-# and for trees deeper than the current tree, because current rounds do not show how deep tokens are accepted.
+# A tree is explored if its expected tokens a second, divided by the best tree's, are at least MIN_RIVAL_RATE.  Two
+# kinds of trees have the lower bound MIN_UNKNOWN_RATE.  Trees that have not run: predicted times have errors of up to
+# 15% (tree_cost.py).  Trees deeper than the current tree: its rounds do not show how often deeper tokens are accepted.
 MIN_RIVAL_RATE, MIN_UNKNOWN_RATE = 0.85, 0.75
 # Plain decoding and trees without a draft pass do not show how often the draft's tokens are accepted.  So when an
-# exploration starts, all older rounds together weigh OLD_ROUNDS_WEIGHT times as much as the exploration.
+# exploration starts, older rounds lose weight: together they weigh OLD_ROUNDS_WEIGHT times as much as the exploration.
 OLD_ROUNDS_WEIGHT = 0.5
 # If plain decoding replaces a tree that ran for more than LASTING_ROUNDS rounds, the tree was no mistake, so the next
 # exploration comes soon.  A tree that has run for LOGGED_ROUNDS rounds is logged.
@@ -35,8 +34,9 @@ LASTING_ROUNDS, LOGGED_ROUNDS = 12, 64
 # The tokens per unit of time are averaged over TOKEN_RATE_ROUNDS rounds.  The expected gains of looked-up guesses are
 # uncertain, so a round without the draft must be expected to beat a round with the draft by MIN_LOOKUP_GAIN tokens.
 TOKEN_RATE_ROUNDS, MIN_LOOKUP_GAIN = 16, 0.15
-# A place where guesses are likely is easy for the draft too.  So the tokens of rounds with a draft are counted by
-# class of LookupGain.tokens.  GAIN_BOUNDS separate the classes.  Counts are averaged over GAIN_CLASS_ROUNDS rounds.
+# Where looked-up guesses are likely to be right, the draft's guesses are too.  So the tokens of rounds with a draft are
+# counted separately for several ranges (classes) of LookupGain.tokens.  GAIN_BOUNDS are the bounds between the classes.
+# Counts are averaged over GAIN_CLASS_ROUNDS rounds.
 GAIN_BOUNDS, GAIN_CLASS_ROUNDS = (0.3, 0.6, 1.0, 2.0), 64
 log = logging.getLogger("espalier")
 
@@ -44,11 +44,12 @@ log = logging.getLogger("espalier")
 class ChoicePace(NamedTuple):
     """How fast the choice of the tree follows the text.
 
-    min_rounds, min_samples, min_prior: as in Acceptance.
+    min_rounds, min_samples: estimates come from at least so many rounds and samples.  min_prior: the least weight of
+    the assumed acceptance rates, in samples.
     exploration_rounds: the rounds of an exploration.  single_request_rounds: the additional rounds of an exploration
-    with one request, which shows less in a round.  rounds_before_change: the rounds before a choice may change.
-    rounds_per_choice: trees are compared in one round of this many, because comparing takes long beside a short round.
-    """
+    with a batch of one request, because such a round shows less.  rounds_before_change: how long a chosen tree runs
+    before another may replace it.  rounds_per_choice: the rounds from one comparison of trees to the next.  Comparing
+    takes long in comparison with a short round."""
 
     min_rounds: int
     min_samples: int
@@ -70,9 +71,10 @@ LOOKUP_PACE = ChoicePace(
 
 
 class LookupGain(NamedTuple):
-    """The expected gain of the next round if it verifies the guesses of all sources but the draft.
+    """The expected gain of the next round if it verifies the guesses of all sources except the draft.
 
-    tokens: a request's expected tokens beyond the first, the mean over the batch; rows: the rows to verify."""
+    tokens: the expected number of accepted guessed tokens of a request, as the mean over the batch.
+    rows: the rows of the verify pass."""
 
     tokens: float
     rows: int
@@ -81,27 +83,26 @@ class LookupGain(NamedTuple):
 class TreeChooser:
     """Decides the tree of each round.  This base class runs the layout's tree in every round and ignores results.
 
-    num_changes: how often the chosen tree has changed.
-    """
+    num_changes: how often the chosen tree has changed."""
 
     num_changes = 0
 
     def choose(
         self, batch: int, num_drafting: int, context: float, lookup_gain: LookupGain | None = None
     ) -> TreeShape | None:
-        """The tree of the next round; None for the layout's tree.
+        """Returns the tree of the next round; None for the layout's tree.
 
-        batch: the number of requests; num_drafting: how many of them can accept guesses; context: the mean number of
-        tokens of a request; lookup_gain: None if the host does not know the guesses before the round."""
+        batch: the number of requests.  num_drafting: how many of them can accept guesses.  context: the mean number of
+        tokens of a request.  lookup_gain: None if the host does not know the guesses before the round."""
         return None
 
     def record(
-        self, samples: Sequence[AcceptanceSample], rows: int, lookup_samples: Sequence[AcceptanceSample]
+        self, samples: Sequence[AcceptanceSample], num_rows: int, lookup_samples: Sequence[AcceptanceSample]
     ) -> None:
-        """Counts the result of a round for which `choose` named a tree, in the order of the calls of `choose`.
+        """Counts the result of a round.  Rounds are counted in the order in which `choose` chose their trees.
 
-        samples: one for each request that can accept guesses; rows: the rows that were verified, without void rows;
-        lookup_samples: the samples that the round would have had without the draft."""
+        samples: one for each request that can accept guesses.  num_rows: the number of verified rows, without void
+        rows.  lookup_samples: the samples that the round would have had without the draft."""
 
     def restart(self) -> None:
         """Called when a prompt has entered the batch."""
@@ -109,9 +110,12 @@ class TreeChooser:
 
 @dataclass(frozen=True)
 class RoundInFlight:
-    """A launched round.  context: see TreeChooser.choose.  chosen_at: when its tree was chosen, in seconds;
-    lookup_gain: the expected gain of its guesses; None if the host did not know it then; expected_tokens: the tokens of
-    a request that were expected of its tree, whatever the guesses; used only if the gain is known."""
+    """A launched round.
+
+    context: the mean number of tokens of a request.  chosen_at: the clock's time when the tree was chosen, in seconds.
+    lookup_gain: the expected gain of the looked-up guesses; None if it was unknown when the tree was chosen.
+    expected_tokens: how many tokens a request was expected to emit with this tree, estimated from earlier rounds and
+    not from the guesses of this round; 1 if lookup_gain is None."""
 
     tree: TreeShape
     batch: int
@@ -126,8 +130,9 @@ class BucketState:
     """The state of the choice for one bucket, a range of batch sizes (layout.next_bucket).
 
     size: the bucket's largest batch size.  trees: the trees to choose from.  tree: the chosen tree.
-    rounds_held: the rounds since this tree was chosen.  rounds_to_choice: the rounds until trees are compared again.
-    interval: the rounds between explorations; plain_interval: this interval during plain decoding.
+    rounds_since_change: the rounds since this tree was chosen.
+    rounds_to_choice: the rounds until trees are compared again.
+    exploration_interval: the rounds between explorations.  plain_interval: exploration_interval in plain decoding.
     rounds_to_exploration: the rounds until the next exploration.
     explored_tree, exploring_rounds: the tree and the remaining rounds of an exploration.
     last_round: the number of the last round of each tree.  logged_tree: the tree that was logged last."""
@@ -135,9 +140,9 @@ class BucketState:
     size: int
     trees: tuple[TreeShape, ...]
     tree: TreeShape
-    rounds_held: int = 0
+    rounds_since_change: int = 0
     rounds_to_choice: int = 0
-    interval: int = MIN_INTERVAL
+    exploration_interval: int = MIN_INTERVAL
     rounds_to_exploration: int = MIN_INTERVAL
     plain_interval: int = MIN_INTERVAL
     explored_tree: TreeShape | None = None
@@ -147,7 +152,7 @@ class BucketState:
 
     @property
     def lookup_tree(self) -> TreeShape | None:
-        """The tree of looked-up guesses, without a draft pass."""
+        """The tree for rounds without a draft pass, made of looked-up guesses; None if there is none to choose."""
         return next((tree for tree in self.trees if not tree.drafts), None)
 
 
@@ -168,10 +173,11 @@ class MeasuredTreeChooser(TreeChooser):
         )
         self.buckets: dict[int, BucketState] = {}
         self.num_choices = self.num_changes = 0
-        # In the latest rounds: the tokens of a request (numerator), and the time of these rounds (denominator).
+        # Of the latest rounds: the tokens that a request got (numerator) and the rounds' time (denominator).
         self.token_rate = DecayingRate()
-        # By class of gain: the tokens of rounds with a draft (numerator), and how many their tree led to expect.
-        self.draft_tokens_by_class = [DecayingRate() for _ in range(len(GAIN_BOUNDS) + 1)]
+        # One entry for each class of LookupGain.tokens (GAIN_BOUNDS): the tokens that rounds with a draft gave
+        # (numerator), and the tokens that were expected of these rounds (denominator).
+        self.draft_tokens_by_gain_class = [DecayingRate() for _ in range(len(GAIN_BOUNDS) + 1)]
         self._in_flight: deque[RoundInFlight] = deque()
         self._last_read_round: tuple[TreeShape, int, float] | None = None
 
@@ -206,17 +212,23 @@ class MeasuredTreeChooser(TreeChooser):
         return tree
 
     def _choose_with_known_guesses(
-        self, bucket: BucketState, batch: int, share: float, context: float, lookup_tree: TreeShape, gain: LookupGain
+        self,
+        bucket: BucketState,
+        batch: int,
+        drafting_share: float,
+        context: float,
+        lookup_tree: TreeShape,
+        gain: LookupGain,
     ) -> TreeShape:
-        """The tree `lookup_tree`, without a draft pass, if it is expected to be faster; else a tree with a draft.
+        """Returns `lookup_tree`, which needs no draft pass, if it is expected to be faster; else a tree with a draft.
 
         The time that `lookup_tree` saves is worth the tokens that recent rounds emitted in as much time."""
-        draft_tree = self._choose(bucket, share, context, [tree for tree in bucket.trees if tree.drafts])
+        draft_tree = self._choose(bucket, drafting_share, context, [tree for tree in bucket.trees if tree.drafts])
         seconds = self.times.seconds(draft_tree, bucket.size, context)
-        # An explored or new tree is left for `lookup_tree` only if its greatest possible number of tokens is too small.
+        # For a tree that is explored or new, assume the most tokens that it can give, so that it runs and is measured.
         tokens = 1.0 + draft_tree.steps
         if draft_tree == bucket.tree and self._is_tried(bucket):
-            tokens = self._expected_tokens(draft_tree, share)
+            tokens = self._expected_tokens(draft_tree, drafting_share)
             tokens *= self._draft_ratio(gain) if draft_tree.steps else 1.0
         saved_time = seconds - self.costs.seconds_for_rows(lookup_tree, batch, gain.rows)
         tokens_per_time = self.token_rate.rate(tokens / seconds, 1.0)
@@ -224,53 +236,53 @@ class MeasuredTreeChooser(TreeChooser):
         return lookup_tree if lookup_tokens > tokens + MIN_LOOKUP_GAIN else draft_tree
 
     def _draft_ratio(self, gain: LookupGain) -> float:
-        """The tokens of a round with a draft where guesses have this gain, divided by those expected of its tree.
+        """Returns the real tokens of a round with a draft, divided by the expected tokens, for guesses with this gain.
 
-        It is at least 1, and at least that of the class below.  So a class in which the draft failed a few times by
-        chance is drafted again."""
+        The ratio is counted separately for several ranges of the gain (GAIN_BOUNDS).  It is at least 1, and at least
+        the ratio in every lower range.  So if the draft failed a few times by chance, it is tried again."""
         ratio = 1.0
-        for counts in self.draft_tokens_by_class[: bisect(GAIN_BOUNDS, gain.tokens) + 1]:
+        for counts in self.draft_tokens_by_gain_class[: bisect(GAIN_BOUNDS, gain.tokens) + 1]:
             ratio = max(ratio, counts.rate(ratio, GAIN_PRIOR_TOKENS))
         return ratio
 
     def record(
-        self, samples: Sequence[AcceptanceSample], rows: int, lookup_samples: Sequence[AcceptanceSample]
+        self, samples: Sequence[AcceptanceSample], num_rows: int, lookup_samples: Sequence[AcceptanceSample]
     ) -> None:
         in_flight = self._in_flight.popleft()
-        self._count_time(in_flight, rows)
+        self._count_time(in_flight, num_rows)
         if in_flight.lookup_gain is not None:
-            self._count_tokens(in_flight, in_flight.lookup_gain, samples, rows)
+            self._count_tokens(in_flight, in_flight.lookup_gain, samples, num_rows)
             return
         self._acceptance_of(in_flight.tree).add(in_flight.tree, samples)
         lookup_tree = self._bucket(in_flight.batch).lookup_tree
         if lookup_tree is not None and in_flight.tree.drafts and in_flight.tree.steps:
-            # The other sources were asked too, so their acceptance is known.
+            # Other sources guessed in this round too, so it is known how many of their tokens would be accepted.
             self.lookup_acceptance.add(lookup_tree, lookup_samples)
 
     def _count_tokens(
-        self, in_flight: RoundInFlight, gain: LookupGain, samples: Sequence[AcceptanceSample], rows: int
+        self, in_flight: RoundInFlight, gain: LookupGain, samples: Sequence[AcceptanceSample], num_rows: int
     ) -> None:
         tokens = 1 + sum(len(sample.sibling_ranks) for sample in samples) / in_flight.batch
         self.token_rate.decay(1 - 1 / TOKEN_RATE_ROUNDS)
-        self.token_rate.denominator += self.costs.seconds_for_rows(in_flight.tree, in_flight.batch, rows)
+        self.token_rate.denominator += self.costs.seconds_for_rows(in_flight.tree, in_flight.batch, num_rows)
         self.token_rate.numerator += tokens
         if not in_flight.tree.drafts:
             return
         self.acceptance.add(in_flight.tree, samples)
         if in_flight.tree.steps:
-            for counts in self.draft_tokens_by_class:
+            for counts in self.draft_tokens_by_gain_class:
                 counts.decay(1 - 1 / GAIN_CLASS_ROUNDS)
-            counts = self.draft_tokens_by_class[bisect(GAIN_BOUNDS, gain.tokens)]
+            counts = self.draft_tokens_by_gain_class[bisect(GAIN_BOUNDS, gain.tokens)]
             counts.numerator += tokens
             counts.denominator += in_flight.expected_tokens
 
     def _acceptance_of(self, tree: TreeShape) -> Acceptance:
         return self.acceptance if tree.drafts else self.lookup_acceptance
 
-    def _count_time(self, in_flight: RoundInFlight, rows: int) -> None:
+    def _count_time(self, in_flight: RoundInFlight, num_rows: int) -> None:
         tree, batch, context = in_flight.tree, in_flight.batch, in_flight.context
         if not self.costs.uses_clock:
-            self.times.add(tree, batch, context, self.costs.seconds_for_rows(tree, batch, rows))
+            self.times.add(tree, batch, context, self.costs.seconds_for_rows(tree, batch, num_rows))
             return
         now, last, self._last_read_round = self.clock(), self._last_read_round, None
         # A round that follows another tree or a prefill pass may have waited for it, so its time is not counted.
@@ -284,71 +296,86 @@ class MeasuredTreeChooser(TreeChooser):
             self.buckets[size] = BucketState(size, trees, trees[0])
         return self.buckets[size]
 
-    def _choose(self, bucket: BucketState, share: float, context: float, trees: Sequence[TreeShape]) -> TreeShape:
-        """The tree to run, one of `trees`.  share: the share of the batch's requests that can accept guesses."""
+    def _choose(
+        self, bucket: BucketState, drafting_share: float, context: float, trees: Sequence[TreeShape]
+    ) -> TreeShape:
+        """Returns the tree to run, one of `trees`.  drafting_share: the share of requests that can accept guesses."""
         self.num_choices += 1
         if bucket.exploring_rounds:
             bucket.exploring_rounds -= 1
             assert bucket.explored_tree is not None
             tree = bucket.explored_tree
         else:
-            tree = self._chosen_or_explored(bucket, share, context, trees)
+            tree = self._chosen_or_explored(bucket, drafting_share, context, trees)
         bucket.last_round[tree] = self.num_choices
         return tree
 
     def _chosen_or_explored(
-        self, bucket: BucketState, share: float, context: float, trees: Sequence[TreeShape]
+        self, bucket: BucketState, drafting_share: float, context: float, trees: Sequence[TreeShape]
     ) -> TreeShape:
-        bucket.rounds_held += 1
+        bucket.rounds_since_change += 1
         bucket.rounds_to_exploration -= 1
         bucket.rounds_to_choice -= 1
         if bucket.rounds_to_choice > 0:
             return bucket.tree
         bucket.rounds_to_choice = self.pace.rounds_per_choice
-        rates = {each: self.rate(each, bucket.size, share, context) for each in trees}
+        rates = {each: self.rate(each, bucket.size, drafting_share, context) for each in trees}
         self._switch_if_better(bucket, rates)
-        tree = self._explore_if_due(bucket, rates, share) or bucket.tree
+        tree = self._explore_if_due(bucket, rates, drafting_share) or bucket.tree
         self._log_if_settled(bucket, context)
         return tree
 
-    def rate(self, tree: TreeShape, bucket_size: int, share: float, context: float) -> float:
-        """The expected tokens a second of one request.  share: as in `_choose`."""
-        return self._expected_tokens(tree, share) / self.times.seconds(tree, bucket_size, context)
+    def rate(self, tree: TreeShape, bucket_size: int, drafting_share: float, context: float) -> float:
+        """Returns the expected tokens a second of one request.
 
-    def _expected_tokens(self, tree: TreeShape, share: float) -> float:
-        """The expected tokens of one request in a round.  share: as in `_choose`."""
-        return 1 + share * (self._acceptance_of(tree).accept_length(tree) - 1)
+        drafting_share: the share of the batch's requests that can accept guesses.  context: the mean number of
+        tokens."""
+        return self._expected_tokens(tree, drafting_share) / self.times.seconds(tree, bucket_size, context)
+
+    def _expected_tokens(self, tree: TreeShape, drafting_share: float) -> float:
+        """Returns the expected tokens of a request in a round, as the mean over the batch.
+
+        drafting_share: the share of the batch's requests that can accept guesses.  The others get one token."""
+        return 1 + drafting_share * (self._acceptance_of(tree).accept_length(tree) - 1)
 
     def _switch_if_better(self, bucket: BucketState, rates: dict[TreeShape, float]) -> None:
+        """Replaces the chosen tree if another tree is better.  rates: the expected tokens a second of each tree."""
         best = max(rates, key=lambda tree: rates[tree])
         if self._is_tried(bucket) and rates[best] > MIN_SPEEDUP * rates[bucket.tree]:
             if best == PLAIN_TREE:
                 # Guesses that paid for a while may soon pay again.
-                was_lasting = bucket.rounds_held > LASTING_ROUNDS
+                was_lasting = bucket.rounds_since_change > LASTING_ROUNDS
                 bucket.plain_interval = MIN_INTERVAL if was_lasting else min(2 * bucket.plain_interval, MAX_INTERVAL)
-            bucket.tree, bucket.rounds_held = best, 0
-            bucket.interval = bucket.plain_interval if best == PLAIN_TREE else MIN_INTERVAL
-            bucket.rounds_to_exploration = bucket.interval
+            bucket.tree, bucket.rounds_since_change = best, 0
+            bucket.exploration_interval = bucket.plain_interval if best == PLAIN_TREE else MIN_INTERVAL
+            bucket.rounds_to_exploration = bucket.exploration_interval
             self.num_changes += 1
 
     def _is_tried(self, bucket: BucketState) -> bool:
-        """Whether the chosen tree has run long enough to be left.  For one request, a draft runs longer."""
+        """Whether the chosen tree has run long enough to be replaced.  In a small batch, a tree must run longer."""
         added = 4 * self.pace.single_request_rounds // bucket.size if bucket.tree != PLAIN_TREE else 0
-        return bucket.rounds_held > self.pace.rounds_before_change + added
+        return bucket.rounds_since_change > self.pace.rounds_before_change + added
 
-    def _explore_if_due(self, bucket: BucketState, rates: dict[TreeShape, float], share: float) -> TreeShape | None:
-        """The tree that is explored from this round on; None if no exploration is due."""
+    def _explore_if_due(
+        self, bucket: BucketState, rates: dict[TreeShape, float], drafting_share: float
+    ) -> TreeShape | None:
+        """Returns the tree that is explored from this round on; None if no exploration is due.
+
+        rates: the expected tokens a second of each tree.  drafting_share: the share of requests that can accept
+        guesses."""
         if bucket.rounds_to_exploration > 0:
             return None
-        bucket.interval = bucket.rounds_to_exploration = min(2 * bucket.interval, MAX_INTERVAL)
-        bucket.plain_interval = bucket.interval if bucket.tree == PLAIN_TREE else bucket.plain_interval
+        bucket.exploration_interval = bucket.rounds_to_exploration = min(2 * bucket.exploration_interval, MAX_INTERVAL)
+        bucket.plain_interval = bucket.exploration_interval if bucket.tree == PLAIN_TREE else bucket.plain_interval
         # Without a clock, the time of plain decoding is computed, so it need not be explored.
         others = [tree for tree in rates if tree != bucket.tree and (self.costs.uses_clock or tree != PLAIN_TREE)]
         best = max(rates.values())
         rivals = [tree for tree in others if rates[tree] >= best * self._min_rival_rate(bucket, tree)]
         if (bucket.tree == PLAIN_TREE or not bucket.tree.drafts) and others:
             for acceptance in (self.acceptance, self.lookup_acceptance)[: 2 if bucket.tree == PLAIN_TREE else 1]:
-                acceptance.cap_weight(OLD_ROUNDS_WEIGHT * self.pace.exploration_rounds * max(share * bucket.size, 1.0))
+                acceptance.cap_weight(
+                    OLD_ROUNDS_WEIGHT * self.pace.exploration_rounds * max(drafting_share * bucket.size, 1.0)
+                )
             rivals = rivals or [max(others, key=lambda tree: rates[tree])]
         if not rivals:
             return None
@@ -357,13 +384,14 @@ class MeasuredTreeChooser(TreeChooser):
         return bucket.explored_tree
 
     def _min_rival_rate(self, bucket: BucketState, tree: TreeShape) -> float:
-        """The least expected tokens a second, divided by the best tree's, with which this tree is explored."""
+        """Returns the least expected tokens a second with which this tree is explored, divided by the best tree's."""
         is_known = (bucket.size, tree) in self.times.corrections and tree.steps <= bucket.tree.steps
         return MIN_RIVAL_RATE if is_known else MIN_UNKNOWN_RATE
 
     def _log_if_settled(self, bucket: BucketState, context: float) -> None:
+        """Logs the chosen tree, once, when it has run for LOGGED_ROUNDS rounds."""
         tree = bucket.tree
-        if bucket.rounds_held < LOGGED_ROUNDS or bucket.logged_tree == tree or not self.costs.uses_clock:
+        if bucket.rounds_since_change < LOGGED_ROUNDS or bucket.logged_tree == tree or not self.costs.uses_clock:
             return
         bucket.logged_tree = tree
         log.info(

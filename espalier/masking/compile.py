@@ -1,11 +1,11 @@
 """Compiles grammars with xgrammar in threads, measures the time of their masks, and keeps the compiled grammars.
 
 A request waits for its grammar until MAX_WAIT_S after the compilation began.  Then the request is refused with
-CompilerBusy, because a high load may be the cause.  This compilation is "given up": its thread cannot be ended, so it
-runs on, and a later request for the same grammar gets its result.  MAX_COMPILE_S after the compilation began, later
-requests are refused with another error, until the compilation ends.  While MAX_RUNNING_COMPILATIONS given-up
-compilations run, no other compilation can begin, so waiting and new grammars are refused with CompilerBusy.  Compiling
-releases the GIL, so other requests go on.
+CompilerBusy, because a high load may be the cause.  This compilation is then called "given up".  Its thread cannot be
+ended, so the compilation goes on, and a later request with the same grammar gets its result.  If a compilation has run
+for MAX_COMPILE_S, later requests with this grammar are refused with another error, until the compilation ends.  While
+MAX_RUNNING_COMPILATIONS given-up compilations run, no other compilation can begin, so waiting and new grammars are
+refused with CompilerBusy.  Compiling releases the GIL, so other requests go on.
 """
 
 import copy
@@ -53,7 +53,7 @@ class CompilerBusy(EspalierError):
 
 
 class CompiledGrammar:
-    """A grammar for one tokenizer.  xgrammar_form: xgrammar's compiled form; num_bytes: the memory that it takes."""
+    """A grammar for one tokenizer.  xgrammar_form: xgrammar's compiled form.  num_bytes: the memory that it takes."""
 
     def __init__(self, xgrammar_form: "xgrammar.CompiledGrammar", tokenizer: Tokenizer, vocab_size: int):
         self.xgrammar_form = xgrammar_form
@@ -62,15 +62,15 @@ class CompiledGrammar:
         self.num_bytes = int(xgrammar_form.memory_size_bytes)
 
     def masker(self, end_tokens: Sequence[int], start_marker: str | None = None) -> GrammarMasker:
-        """Returns the masker of one output.  end_tokens: allowed only where the grammar ends; start_marker: as in
-        Grammar."""
+        """Returns the masker of one output.  end_tokens: stop tokens, which are allowed only where the grammar may end.
+        start_marker: the text after which the grammar applies; None if it applies from the start."""
         return GrammarMasker(self.xgrammar_form, self.vocab_size, end_tokens, start_marker, self.tokenizer.bytes_of)
 
 
 class GrammarCompiler:
     """Compiles grammars for one model.  Thread-safe.
 
-    wait_s: how long a request waits for one compilation; time_limit_s: how long a compilation may take.  Both times
+    wait_s: how long a request waits for one compilation.  time_limit_s: how long a compilation may take.  Both times
     count from the start of the compilation.  num_given_up: the number of given-up compilations that still run."""
 
     def __init__(
@@ -90,8 +90,7 @@ class GrammarCompiler:
     def submit(self, grammar: Grammar) -> "Future[CompiledGrammar]":
         """Starts to compile a grammar, or returns the future of an earlier call with the same grammar.
 
-        The future raises EspalierError with the reason: CompilerBusy if a retry may succeed.
-        """
+        The future raises EspalierError with the reason: CompilerBusy if a retry may succeed."""
         key = (grammar.kind, grammar.spec, grammar.strict)
         with self._lock:
             if (earlier := self._futures.get(key)) is not None:
@@ -136,6 +135,7 @@ class GrammarCompiler:
                 self._drop_oldest_grammars()
 
     def _give_up_waiting(self, key: CacheKey, future: "Future[CompiledGrammar]") -> None:
+        """Refuses the requests that wait for a compilation, if it still runs.  The compilation goes on."""
         with self._lock:
             if future.done():
                 return
@@ -159,7 +159,8 @@ class GrammarCompiler:
                 self._futures[key].set_exception(EspalierError(why))
 
     def _refuse_waiting_grammars(self) -> None:
-        """Refuses the waiting grammars.  Their compilations could begin only when a thread ends, if one ever ends."""
+        """Refuses the waiting grammars.  Their compilations could begin only when a running one ends, which may be
+        never."""
         for key, waiting in [(key, future) for key, future in self._futures.items() if not future.done()]:
             waiting.set_exception(_busy_error())
             del self._futures[key]
@@ -187,7 +188,7 @@ class GrammarCompiler:
                 f"{MAX_GRAMMAR_BYTES // 2**20}; use a simpler one"
             )
         compiled = CompiledGrammar(xgrammar_form, self.tokenizer, self.vocab_size)
-        # A masker needs an end token, and cannot allow this token as text.  So two different end tokens are tried.
+        # A masker needs an end token, and does not allow this token as text.  So two end tokens are tried, one by one.
         if not any(allowed_tokens(compiled.masker((end,)).root_mask()).size for end in (0, 1)):
             raise EspalierError("the grammar allows no text that this model's tokens can spell; change it")
         try_masks(xgrammar_form, num_bytes)
@@ -202,7 +203,7 @@ class GrammarCompiler:
                 import xgrammar
 
                 vocabulary = token_bytes(copy.deepcopy(self.tokenizer), self.vocab_size, spells_special_tokens)
-                # Stop tokens are set for each output.  A stop token that is set here could not be written as text.
+                # Each output sets its own stop tokens.  A stop token that is set here would never be allowed as text.
                 info = xgrammar.TokenizerInfo(vocabulary, xgrammar.VocabType.RAW, stop_token_ids=[])
                 threads = min(physical_cores(), MAX_THREADS)
                 compiler = xgrammar.GrammarCompiler(info, max_threads=threads, cache_enabled=False)

@@ -1,7 +1,7 @@
 """Makes the token masks of one output under a grammar: for the next token, and for every node of a draft tree.
 
-xgrammar's matcher walks the tree depth first.  It accepts a node's token, fills the node's mask, and rolls back after
-the node's descendants.  So each mask depends on the tokens of the node's own path.
+xgrammar's matcher walks the tree depth first.  It accepts a node's token, fills the node's mask, visits the node's
+descendants, and then rolls the node's token back.  So each mask depends only on the path from the root to the node.
 """
 
 from collections.abc import Callable, Sequence
@@ -57,11 +57,12 @@ class GrammarMasker:
         self.unmatched_tokens.append(token_id)
 
     def _match(self, token_id: int) -> None:
+        """Reads one token of the output: as a part of the text before the marker, or with the grammar's matcher."""
         if self.start_marker is not None:
             text_tail = self._tail_after(self.text_tail, token_id)
             self.start_marker, self.text_tail = (None, b"") if text_tail is None else (self.start_marker, text_tail)
         elif not self.matcher.is_terminated() and not self._accept(token_id):
-            # Correct masks never lead here.  A wrong mask ends only this request with an error.
+            # This never happens if the masks are correct.  If a mask is wrong, only this request ends with an error.
             self._has_rejected = True
 
     @property
@@ -136,7 +137,8 @@ class GrammarMasker:
             self._fill_masks_before_marker(tokens, parents, out)
 
     def _fill_masks(self, nodes: list[int], tokens: Sequence[int], parents: Sequence[int], out: np.ndarray) -> None:
-        """Fill the masks of `nodes`: a node and its descendants.  The matcher is in the state of the first node."""
+        """Fill the masks of `nodes`: a node and its descendants.  The matcher has read the text up to the first
+        node."""
         if self.matcher.is_terminated():
             return
         index_of_node = {node: i for i, node in enumerate(nodes)}
@@ -161,27 +163,30 @@ class GrammarMasker:
             out[nodes] = masks
 
     def _fill_masks_before_marker(self, tokens: Sequence[int], parents: Sequence[int], out: np.ndarray) -> None:
-        """Fill the masks while the marker is not complete.  The grammar begins at nodes that complete the marker."""
-        tails: list[bytes | None] = [self.text_tail]
+        """Fill the masks of a tree whose root comes before the end of the marker.  The grammar begins below each node
+        that completes the marker."""
+        # For each node: the last bytes of the text up to the node; None if the node completes the marker.
+        text_tails: list[bytes | None] = [self.text_tail]
         # For each node that completes the marker: the node and its descendants.
-        nodes_from: dict[int, list[int]] = {}
-        completing_node: dict[int, int] = {}  # for each node in these lists: the first node of its list
+        subtrees: dict[int, list[int]] = {}
+        # For each node of a subtree: the first node of the subtree.
+        completing_node: dict[int, int] = {}
         out[:] = self.mask_before_marker
         for node in range(1, len(tokens)):
-            parent_tail = tails[parents[node]]
-            tails.append(parent_tail)
+            parent_tail = text_tails[parents[node]]
+            text_tails.append(parent_tail)
             if tokens[node] < 0:
                 continue
             if parents[node] in completing_node:
                 completing_node[node] = completing_node[parents[node]]
-                nodes_from[completing_node[node]].append(node)
+                subtrees[completing_node[node]].append(node)
                 continue
             assert parent_tail is not None
-            tails[node] = self._tail_after(parent_tail, tokens[node])
-            if tails[node] is None:
+            text_tails[node] = self._tail_after(parent_tail, tokens[node])
+            if text_tails[node] is None:
                 completing_node[node] = node
-                nodes_from[node] = [node]
-        for nodes in nodes_from.values():
+                subtrees[node] = [node]
+        for nodes in subtrees.values():
             self._fill_masks(nodes, tokens, parents, out)
 
 

@@ -1,8 +1,8 @@
 """Tries a grammar's masks over sample texts, before a request with it may run.
 
-If a text can be parsed in many ways, xgrammar needs time that grows with the square or the cube of the text's length,
-for each token that it tries.  A grammar with such sample texts is refused.  If only longer texts are ambiguous, the
-engine limits the time of masks (engine/mask_threads.py).
+If a text can be parsed in many ways, xgrammar's time for each token grows with the square or the cube of the length of
+the text.  A grammar is refused if this happens in a sample text.  Longer texts may still be slow, so the engine also
+limits the time of masks (engine/mask_threads.py).
 """
 
 import random
@@ -19,8 +19,8 @@ from espalier.sampling.mask import mask_words
 if TYPE_CHECKING:
     import xgrammar
 
-# Limits of processor time in seconds, for one mask and for reading one byte.  For a mask, the matcher reads the first
-# bytes of many tokens, so a mask may take a thousand times as long as reading one byte.
+# The most processor time in seconds, for making one mask and for reading one byte.  For a mask, the matcher reads the
+# first bytes of many tokens, so a mask may take a thousand times as long as reading one byte.
 MAX_MASK_S = 0.02
 MAX_S_PER_BYTE = 0.001
 # The number of sample texts, and the number of tokens of each text.
@@ -28,9 +28,9 @@ NUM_SAMPLES = 4
 NUM_SAMPLE_TOKENS = 96
 # Longer tokens are not preferred over tokens of this many bytes, because the masks after them may take too long.
 MAX_TOKEN_BYTES = 8
-# The processor time in seconds after which no further sample begins.
+# The processor time in seconds after which no further sample text is begun.
 MAX_TRIAL_S = 0.25
-# The end token of the matchers, which need one.  The text of this token is never tried.
+# The end token of the trial's matchers, because a matcher needs an end token.  It never occurs in a sample text.
 TRIAL_END_TOKEN = 0
 
 
@@ -54,8 +54,7 @@ def _byte_compiler() -> "xgrammar.GrammarCompiler":
 
 def try_masks(compiled: "xgrammar.CompiledGrammar", num_bytes: np.ndarray) -> None:
     """Generate texts of allowed tokens.  Raises EspalierError if a mask, or reading a token, takes too long.
-    num_bytes: [vocab_size] int, the number of bytes of each token.
-    """
+    num_bytes: [vocab_size] int, the number of bytes of each token."""
     import xgrammar
 
     num_bytes = np.where(np.arange(len(num_bytes)) == TRIAL_END_TOKEN, 0, num_bytes)
@@ -71,10 +70,11 @@ def try_masks(compiled: "xgrammar.CompiledGrammar", num_bytes: np.ndarray) -> No
 def _try_one_text(
     matcher: Any, num_bytes: np.ndarray, rng: random.Random, repeats_tokens: bool, prefers_long_tokens: bool
 ) -> None:
-    """Generate one text and require fast masks.  num_bytes: as in try_masks; 0 for a token that is not tried.
+    """Generate one text.  Raises EspalierError if a mask or a token takes too long.
 
-    repeats_tokens: repeat a token while it is allowed, because repeated text can often be parsed in the most ways.
-    """
+    num_bytes: the number of bytes of each token; 0 for a token that must not be in the text.
+    repeats_tokens: whether to repeat a token while it is allowed, because repetitions can often be parsed in many ways.
+    prefers_long_tokens: whether to choose among the longest allowed tokens (up to MAX_TOKEN_BYTES), or among all."""
     mask = np.zeros((1, mask_words(len(num_bytes))), dtype=np.int32)
     lengths = np.minimum(num_bytes, MAX_TOKEN_BYTES).astype(np.uint8)
     num_read, token = 0, TRIAL_END_TOKEN

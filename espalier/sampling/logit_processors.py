@@ -12,10 +12,10 @@ from espalier.slots import FLOAT_COLUMNS, INT_COLUMNS, BatchState
 
 @dataclass(frozen=True)
 class SamplingFeatures:
-    """The sampling features that a batch's requests need, known to the host at launch.  If none is set, the token is
-    the argmax of the logits.
+    """Which sampling features the requests of a batch need, as the host knows at launch.  If none is needed, the token
+    is the argmax of the logits.
 
-    sampled: a temperature above 0; filtered: top-k, top-p or min-p; penalised: a penalty; biased: logit_bias or
+    sampled: a temperature above 0.  filtered: top-k, top-p or min-p.  penalised: a penalty.  biased: logit_bias or
     min_tokens."""
 
     sampled: bool = False
@@ -31,14 +31,14 @@ class SamplingFeatures:
 class DraftedAncestors(NamedTuple):
     """The drafted tokens between the root of a tree and the rows whose logits are processed.
 
-    tokens: [B, E], E drafted tokens of each request, -1 for none; ancestor_bits: [B, Q, W] int64: bit e of row q says
-    whether token e is on the path from the root to row q, the row's own token included."""
+    tokens: [B, E], the E drafted tokens of each request, -1 for none.  ancestor_bits: [B, Q, W] int64, for each of Q
+    rows.  Bit e says whether token e is on the path from the root to the row.  The row's own token is on this path."""
 
     tokens: Tensor
     ancestor_bits: Tensor
 
     def mask(self) -> Tensor:
-        """Returns [B, Q, E] bool: the drafted tokens on each row's path."""
+        """Returns [B, Q, E] bool: whether each drafted token is on the path from the root to each row."""
         return unpack_bits(self.ancestor_bits, self.tokens.shape[1])
 
 
@@ -47,10 +47,10 @@ class SlotSamplingParams:
     """Sampling parameters of a batch: the rows of its slots in the slot table.
 
     ints: [B, INT_COLUMNS] int64 and floats: [B, FLOAT_COLUMNS] float32; each column is also an attribute, a view [B].
-    bias_ids, bias_values: [B, NB], the tokens of logit_bias and the values to add, padded with 0.  stop_ids: [B, NS],
-    stop tokens, which are banned at positions below min_position; padded with -1.  These three are None if the batch
-    has no bias and no min_tokens.
-    counts: [B, V], how often each token is in the output up to the root; seen: [B, V] bool, whether each token is in
+    bias_ids, bias_values: [B, NB], the tokens of logit_bias and the values to add to their logits, padded with 0.
+    stop_ids: [B, NS], stop tokens, which are banned at positions below min_position (because of min_tokens), padded
+    with -1.  These three tensors are None if the batch has no logit_bias and no min_tokens.
+    counts: [B, V], how often each token is in the output up to the root.  seen: [B, V] bool, whether each token is in
     the prompt.  Both are None if the batch has no penalties."""
 
     ints: Tensor
@@ -96,9 +96,9 @@ def process_logits(
 ) -> Tensor:
     """Apply bias and bans, then penalties.
 
-    logits: [B, Q, V], for tokens at positions [B, Q].  Returns float32 logits, or float64 for float64.  A row's drafted
-    ancestors count as output.  The repetition penalty applies to prompt and output (Keskar et al. 2019), the other
-    penalties to output only."""
+    logits: [B, Q, V], for tokens at positions [B, Q].  Returns float32 logits; float64 logits stay float64.  Penalties
+    count a row's drafted ancestors as output.  The repetition penalty applies to prompt and output (Keskar et al.
+    2019), the other penalties to output only."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if sampling_features.biased:
         logits = _ban_stop_tokens(_add_bias(logits, params), params, positions)
@@ -123,7 +123,8 @@ def _ban_stop_tokens(logits: Tensor, params: SlotSamplingParams, positions: Tens
 
 
 def _output_counts(params: SlotSamplingParams, num_queries: int, drafted_ancestors: DraftedAncestors | None) -> Tensor:
-    """Returns [B, Q or 1, V]: how often each token is in the output before each row."""
+    """Returns [B, Q, V]: how often each token is in the output before each row.  Without drafted ancestors, all rows
+    have equal counts, and the result is [B, 1, V]."""
     assert params.counts is not None
     if drafted_ancestors is None:
         return params.counts[:, None]

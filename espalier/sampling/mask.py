@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# A function of (tokens [B, E], ancestor_bits [B, Q, W]), as in DraftedAncestors.  Returns for each of Q draft rows the
-# only token [B, Q] that may follow, -1 if several may, and the masks [B, Q, words].
+# A function that asks which tokens may follow each of Q draft rows.  Arguments: the tokens [B, E] drafted so far, and
+# ancestor bits [B, Q, W], whose bit e says whether token e is on the path to the row.  Returns (tokens [B, Q], masks
+# [B, Q, words]): if only one token may follow a row, this token, else -1; and the mask of all tokens that may follow.
 AskAllowedTokens = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 WORD_BITS = 32
 ALL_ALLOWED = -1
@@ -51,14 +52,14 @@ def allows(mask: Tensor, tokens: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class DraftGuide:
-    """The tokens that grammars allow next, known before the draft runs.  They limit the drafted tokens, never the
-    emitted tokens.
+    """The tokens that grammars allow next, as far as they are known before the draft runs.  They limit what the draft
+    proposes; emitted tokens are masked elsewhere.
 
     forced_tokens: [B, S] int64, the only token allowed at each level, from level 1 on; -1 from the first level that is
     not forced.
-    level: [B] int64, the tree level after the forced tokens; mask: [B, words] int32, the tokens allowed at this level.
-    Level 0 means that the mask is not known.
-    ask_allowed_tokens: asks the host at each level after the first; None if the host is not asked."""
+    level: [B] int64, the tree level after the forced tokens.  mask: [B, words] int32, the tokens allowed at this level.
+    If the mask is not known, the level is 0.
+    ask_allowed_tokens: called to ask the host at each level after the first; None if the host is not asked."""
 
     forced_tokens: Tensor
     mask: Tensor
@@ -73,10 +74,11 @@ class DraftGuide:
     def allowed_children(
         self, level: int, tokens: Tensor | None, ancestor_bits: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Returns, for the children at `level`, the only allowed token [B, Q], -1 for several, and masks [B, Q, words].
+        """Returns (only allowed token [B, Q], -1 if several are allowed; masks [B, Q, words]) for the children at
+        `level`.
 
-        tokens [B, E]: of the rows above `level`; ancestor_bits [B, Q, W]: the ancestors of the Q parents of the
-        children.  Both are None at level 1.  If the answer is the same for all parents, the results have Q = 1."""
+        tokens: [B, E], the tokens of the rows above `level`.  ancestor_bits: [B, Q, W], the ancestors of the children's
+        Q parents.  Both are None at level 1.  If the answer is the same for all parents, the results have Q = 1."""
         only_tokens = self.forced_tokens[:, level - 1, None]
         mask = torch.where((self.level == level)[:, None], self.mask, ALL_ALLOWED)[:, None]
         if self.ask_allowed_tokens is None or tokens is None or ancestor_bits is None:
@@ -85,9 +87,8 @@ class DraftGuide:
         return torch.where(host_tokens >= 0, host_tokens, only_tokens), host_mask & mask
 
     def allowed_at_levels(self, first_level: int, num_levels: int) -> tuple[Tensor, Tensor]:
-        """Returns the only allowed token [B, num_levels] and the mask of each level, without asking the host.
-
-        These are the values that allowed_children returns for a level."""
+        """Returns `allowed_children` of several levels, without asking the host: tokens [B, num_levels] and masks
+        [B, num_levels, words]."""
         levels = torch.arange(first_level, first_level + num_levels, device=self.level.device)
         mask = torch.where((self.level[:, None] == levels)[..., None], self.mask[:, None], ALL_ALLOWED)
         return self.forced_tokens[:, first_level - 1 : first_level - 1 + num_levels], mask
@@ -96,10 +97,10 @@ class DraftGuide:
 def force_only_children(
     only_tokens: Tensor, tokens: Tensor, scores: Tensor, row_scores: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """If only one token is allowed after a row, makes this token the row's first child, with the row's own score.
+    """If only one token is allowed after a row, makes this token the row's only child, with the row's own score.
 
-    only_tokens: [B, Q] int64, the only token, -1 for several; tokens, scores: [B, Q, K], the drafted children;
-    row_scores: [B, Q], the rows' path scores."""
+    only_tokens: [B, Q] int64, the only allowed token, -1 if several are allowed.  tokens, scores: [B, Q, K], the
+    drafted children.  row_scores: [B, Q], the scores of the rows.  Returns (tokens, scores) of the children."""
     forced_scores = torch.full_like(scores, -torch.inf)
     forced_scores[..., 0] = row_scores
     is_forced = (only_tokens >= 0)[..., None]

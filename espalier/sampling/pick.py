@@ -14,7 +14,8 @@ from espalier.sampling.logit_processors import DraftedAncestors, SamplingFeature
 
 
 class SampledTokens(NamedTuple):
-    """tokens: [B, Q] int64, the sampled tokens; finite: [B, Q] bool, False if a row's best logit is NaN or infinite."""
+    """tokens: [B, Q] int64, the sampled tokens.  finite: [B, Q] bool, False if a row's best logit is NaN or
+    infinite."""
 
     tokens: Tensor
     finite: Tensor
@@ -22,7 +23,7 @@ class SampledTokens(NamedTuple):
 
 class Logprobs(NamedTuple):
     """Log-probabilities.  tokens, chosen, ranks: [...], the tokens, their log-probabilities and their ranks (1 is the
-    likeliest); ids, values: [..., n], the likeliest tokens and their log-probabilities."""
+    likeliest).  ids, values: [..., n], the likeliest tokens and their log-probabilities."""
 
     tokens: Tensor
     chosen: Tensor
@@ -39,13 +40,12 @@ def pick(
     noise: Tensor | None,
     drafted_ancestors: DraftedAncestors | None = None,
 ) -> SampledTokens:
-    """Pick the token of each row of logits [B, Q, V], drawn at positions [B, Q].
+    """Picks a token from each row of logits [B, Q, V].  positions: [B, Q], the positions of the picked tokens.
 
     The order of operations: bias, bans and penalties; temperature; top-k; top-p; min-p; argmax(logits / T + noise).
     All steps compute in float32, or in float64 for float64 logits.  Ties go to the lower id.  Temperature 0 is plain
-    argmax without filters.  noise: [B, Q, V], None if no row samples; drafted_ancestors: drafted tokens that count as
-    output.
-    """
+    argmax without filters.  noise: [B, Q, V], None if no row samples.  drafted_ancestors: drafted tokens that count as
+    output."""
     if params is not None:
         logits = process_logits(logits, params, sampling_features, positions, drafted_ancestors)
     if params is not None and noise is not None:
@@ -61,8 +61,7 @@ def apply_filters(logits: Tensor, params: SlotSamplingParams) -> Tensor:
     """Returns logits [B, Q, V] with -inf for tokens that top-k, then top-p of the rest, then min-p remove.
 
     Among equal logits the lower id stays.  At least one token stays.  Probabilities are summed as integers, in units of
-    2**-40 of the likeliest token's, so that the cut does not depend on batch, device or order of summation.
-    """
+    2**-40 of the highest probability, so that the cut does not depend on batch, device or order of summation."""
     sorted_logits, ids = torch.sort(logits, dim=-1, descending=True, stable=True)
     vocab_size = logits.shape[-1]
     rank = torch.arange(vocab_size, device=logits.device)
@@ -83,11 +82,10 @@ def divide_by_temperature(logits: Tensor, params: SlotSamplingParams) -> Tensor:
 
 
 def scores_with_shared_noise(logits: Tensor, params: SlotSamplingParams, noise: Tensor) -> Tensor:
-    """Returns a draft's scores log_softmax(logits / T + g), with the noise g that the target will use.
+    """Returns a draft's scores log_softmax(logits / T + g), where g is the noise with which the target samples.
 
     logits: [B, Q, V], after bias and penalties.  Rows with temperature 0 give log_softmax(logits).  Emitted tokens do
-    not depend on these scores.
-    """
+    not depend on these scores."""
     is_greedy = (params.temperature == 0)[:, None, None]
     return torch.log_softmax(torch.where(is_greedy, logits, divide_by_temperature(logits, params) + noise), -1)
 
@@ -95,8 +93,7 @@ def scores_with_shared_noise(logits: Tensor, params: SlotSamplingParams, noise: 
 def logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> Logprobs:
     """Compute the target's log-probabilities of tokens [...], before temperature and masks.  logits: [..., V].
 
-    num_top: how many of the likeliest tokens to report besides each token.
-    """
+    num_top: how many of the likeliest tokens to report besides each token."""
     logits = torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), -1)
     values, ids = logits.topk(min(num_top, logits.shape[-1]), -1)
     chosen = logits.gather(-1, tokens[..., None])
@@ -106,8 +103,8 @@ def logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> Logprobs:
 def mix_bits(bits: Tensor) -> Tensor:
     """A one-to-one map of 32-bit numbers; every output bit depends on every input bit.  bits: int32, overwritten.
 
-    int32 needs half the memory traffic of int64, and its products wrap around.  Its >> copies the sign bit, so the
-    masks clear these copies."""
+    int32 needs half the memory traffic of int64, and products of int32 wrap around.  A right shift of int32 copies the
+    sign bit into the upper bits; the bitwise_and calls clear these copies."""
     bits ^= (bits >> 16).bitwise_and_(0xFFFF)
     bits *= 0x7FEB352D
     bits ^= (bits >> 15).bitwise_and_(0x1FFFF)
@@ -131,8 +128,7 @@ def gumbel(seeds: Tensor, positions: Tensor, vocab_size: int, dtype: torch.dtype
     """Returns standard Gumbel noise [B, P, vocab] for tokens drawn at positions [B, P] with seeds [B], both int64.
 
     The noise is -log(-log(u)) with u = ((r >> 9) + 0.5) * 2**-23, from random bits r.  With 24 bits or more, the
-    largest u would round to 1.0 in float32, and its noise would be infinite.  In a large vocabulary, this would now and
-    then choose a token whatever its logit is.
-    """
+    largest u would round to 1.0 in float32.  The noise would then be infinite, and its token would be picked whatever
+    its logit is.  In a large vocabulary, this would happen now and then."""
     uniform = ((random_bits(seeds, positions, vocab_size) >> 9) & 0x7FFFFF).to(dtype).add_(0.5).mul_(2.0**-23)
     return uniform.log_().neg_().log_().neg_()

@@ -15,7 +15,7 @@ from espalier.errors import EspalierError
 
 @dataclass(frozen=True)
 class RankPart:
-    """One rank's part of a dimension with `size` entries: the entries begin .. end-1."""
+    """One rank's part of a dimension with `size` entries: the entries with indices begin .. end-1."""
 
     begin: int
     end: int
@@ -39,8 +39,7 @@ class RankPart:
     def in_blocks_of(self, unit: int) -> "RankPart":
         """Returns the same part of a dimension in which `unit` entries are stored as one block.
 
-        The last block may be smaller.  Raises EspalierError for a part that begins or ends inside a block.
-        """
+        The last block may be smaller.  Raises EspalierError for a part that begins or ends inside a block."""
         if self.begin % unit or (self.end % unit and self.end != self.size):
             raise EspalierError(
                 f"entries {self.begin} to {self.end - 1} of {self.size} cannot be cut out, because {unit} are stored "
@@ -49,7 +48,7 @@ class RankPart:
         return RankPart(self.begin // unit, -(-self.end // unit), -(-self.size // unit))
 
 
-# A number of rows or columns of a weight: the rank's part of it, or the number itself if every rank loads all of them.
+# Describes the rows or columns of a weight that a rank loads: a RankPart, or their number if every rank loads all.
 SizeOrPart = int | RankPart
 
 
@@ -64,10 +63,10 @@ def as_rank_part(size: SizeOrPart) -> RankPart:
 
 
 class Collectives(Protocol):
-    """Joins tensors of all ranks.  All ranks call the same operations in the same order, with equal shapes.
+    """Operations over the tensors of all ranks.  All ranks call the same operations in the same order, with equal
+    shapes.
 
-    The results have the same bits on every rank.  Classes with faster kernels override the last two operations.
-    """
+    The results have the same bits on every rank.  Classes with faster kernels override the last two operations."""
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Gather each rank's x [...] into [ranks, ...], in the order of the ranks."""
@@ -78,17 +77,17 @@ class Collectives(Protocol):
         ...
 
     def abort(self) -> None:
-        """Ends an operation that waits for other ranks, with an error or a wrong result.  Another thread calls this."""
+        """Ends an operation that waits for other ranks, with an error or a wrong result.  Called from another
+        thread."""
         ...
 
     def all_reduce_add_norm(
         self, parts: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor] | None:
-        """Returns (total, its RMS norm), [N, H] each, computed by one kernel, where total is residual + the sum of
-        parts over the ranks.  Returns None if `all_reduce` and a separate norm are as fast.
+        """Returns (total, RMS norm of total), [N, H] each, where total is residual + the sum of `parts` over the ranks.
+        One kernel computes both.  Returns None if there is no such kernel; call `all_reduce` and a norm then.
 
-        parts: [N, H], or partial sums [parts, N, H], which are added in order.
-        """
+        parts: [N, H], or partial sums [splits, N, H], which are added in order."""
         return None
 
     def gather_columns(self, x: Tensor, columns_per_rank: int, size: int) -> Tensor:
@@ -98,7 +97,7 @@ class Collectives(Protocol):
 
 
 class IndivisibleError(EspalierError):
-    """The number of ranks does not divide a size.  models/declared_weights.py adds to the text which numbers do."""
+    """The number of ranks does not divide a size.  models/declared_weights.py adds the possible numbers to the text."""
 
 
 @dataclass(frozen=True)
@@ -107,15 +106,14 @@ class Shards:
     collectives: joins the tensors of the ranks; None for a single rank, and before the ranks are joined.
 
     All ranks have equal parts.  If `count` does not divide a size, the model is refused before its weights are read
-    (models/declared_weights.py).
-    """
+    (models/declared_weights.py)."""
 
     rank: int = 0
     count: int = 1
     collectives: Collectives | None = None
 
     def part(self, size: int, size_name: str) -> RankPart:
-        """Returns the rank's part of `size` entries.  size_name: what `size` is, for the text of IndivisibleError."""
+        """Returns the rank's part of `size` entries.  size_name: names the size in the text of IndivisibleError."""
         if size % self.count:
             raise IndivisibleError(f"tensor_parallel={self.count} does not divide this model's {size_name} ({size})")
         part_size = size // self.count

@@ -20,7 +20,8 @@ OPERATION_TIMEOUT = timedelta(days=1)
 
 
 class GlooCollectives(Collectives):
-    """Joins ranks through gloo.  file: a path that is the same for all ranks, on a disk that all ranks can access."""
+    """Joins ranks through gloo.  file: the path of a file through which the ranks find one another, equal for all
+    ranks."""
 
     def __init__(self, file: Path, rank: int, num_ranks: int) -> None:
         gloo: Any = ProcessGroupGloo  # its type stub lacks most attributes

@@ -29,10 +29,9 @@ NCCL_ENVIRONMENT = MappingProxyType(
 
 
 class NcclCollectives(Collectives):
-    """Joins ranks through NCCL.  file: see GlooCollectives.  device: the rank's GPU.
+    """Joins ranks through NCCL.  file: the path of a file that all ranks share, for `store`.  device: the rank's GPU.
 
-    store: a key-value store that all ranks share.
-    """
+    store: a key-value store that all ranks share."""
 
     def __init__(self, file: Path, rank: int, num_ranks: int, device: torch.device) -> None:
         os.environ.update(NCCL_ENVIRONMENT)
@@ -50,7 +49,7 @@ class NcclCollectives(Collectives):
         self.sum_options, self.gather_options = AllreduceOptions(), AllgatherOptions()
         for operation_options in (self.sum_options, self.gather_options):
             operation_options.asyncOp = False
-        # The first operation joins the ranks.  It must run before a capture, which does not allow joining.
+        # NCCL joins the ranks in the first operation.  This is not allowed in a CUDA graph capture, so it is done here.
         self.all_reduce(torch.zeros(1, device=device))
         torch.cuda.synchronize(device)
 

@@ -1,8 +1,7 @@
-"""Pieces of a prefill pass.  A piece is some consecutive tokens of one request, and a request may have several.
+"""Pieces of a prefill pass.  A piece is some consecutive tokens of one request.  A request may have several pieces.
 
 All pieces have one width.  A piece attends to the request's earlier pieces through the pages.  So each layer writes the
-rows of a pass to the pages before it attends.
-"""
+rows of a pass to the pages before it attends."""
 
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -16,8 +15,8 @@ from espalier.slots import BatchState
 class Pieces(NamedTuple):
     """The pieces of a pass.  Pieces of one request are adjacent and in order.
 
-    request_row: [P], the row of the batch that a piece belongs to; token_offset: [P], the number of that request's
-    tokens in earlier pieces of the pass; last_piece: [B], the index of each request's last piece."""
+    request_row: [P], the row of the batch that a piece belongs to.  token_offset: [P], the number of that request's
+    tokens in earlier pieces of the pass.  last_piece: [B], the index of each request's last piece."""
 
     request_row: Tensor
     token_offset: Tensor
@@ -25,9 +24,9 @@ class Pieces(NamedTuple):
 
 
 class LastTokens(NamedTuple):
-    """The places of the last token of each piece, and of each request, in a prefill pass.
+    """Where the last token of each piece, and of each request, is in a prefill pass.
 
-    row: [P], the index of a piece's last token among the piece's rows.  slots: [B], the requests' slots.
+    row: [P], the index of a piece's last token among the rows of the piece.  slots: [B], the requests' slots.
     piece: [B], the index of each request's last piece; None if each request has one piece.  For a request without
     tokens, this may be the index of any piece."""
 
@@ -36,16 +35,16 @@ class LastTokens(NamedTuple):
     slots: Tensor
 
     def of_last_pieces(self, values: Tensor) -> Tensor:
-        """Returns the values of each request's last piece.  values: [P, ...]; result: [B, ...]."""
+        """Returns the values of each request's last piece.  values: [P, ...].  result: [B, ...]."""
         return values if self.piece is None else values[self.piece]
 
 
 @dataclass(frozen=True)
 class PieceRows:
-    """The rows of a prefill pass, one batch row for each piece.
+    """A prefill pass as a batch of pieces: each piece is one row of the batch.
 
-    slots: [P], the request's slot for each piece, with the tokens of its earlier pieces added to prefix_len and
-    num_tokens.  length: [P], the number of tokens of each piece.  request_slots: [B], the requests' slots.
+    slots: [P], the slot-table values of each piece's request.  The tokens of the request's earlier pieces are added to
+    prefix_len and num_tokens.  length: [P], the number of tokens of each piece.  request_slots: [B], the slot numbers.
     last_piece: [B], the index of each request's last piece; None if each request has one piece."""
 
     slots: BatchState
@@ -55,8 +54,8 @@ class PieceRows:
 
     @classmethod
     def of_pass(cls, slots: BatchState, length: Tensor, width: int, pieces: Pieces | None) -> "PieceRows":
-        """Makes the rows of a pass.  slots: the batch; length: [B], the number of each request's tokens in this pass;
-        width: rows of a piece; pieces: None if each request has one piece."""
+        """Makes the PieceRows of a pass.  slots: the batch.  length: [B], the number of each request's tokens in this
+        pass.  width: rows of a piece.  pieces: None if each request has one piece."""
         if pieces is None:
             return cls(slots, length, None, slots.index)
         piece_slots = gather_slots(slots.table, slots.index[pieces.request_row])
@@ -68,4 +67,5 @@ class PieceRows:
 
     @property
     def last_tokens(self) -> LastTokens:
+        """Where the last tokens of pieces and requests are."""
         return LastTokens((self.length - 1).clamp(min=0), self.last_piece, self.request_slots)

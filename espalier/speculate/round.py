@@ -1,8 +1,8 @@
 """One round of speculative decoding for a batch, in four stages: begin, propose, verify, settle.
 
 On a GPU, a round is one CUDA graph.  If the host computes token masks from the proposed trees, each stage has graphs of
-its own.  Eager launches and captures run the same code.  Captured shapes are static, and only the slot table, the pages
-and the recurrent states keep data from one launch to the next.
+its own.  Eager launches run the code that is captured.  Captured shapes are static.  Only the slot table, the pages and
+the recurrent states keep data from one launch to the next.
 `prefill` does the same work for a chain of known tokens instead of a tree.
 """
 
@@ -38,8 +38,9 @@ class ModelRunner:
     cache: the KV cache and recurrent states of the target's layers.
     shares_noise: whether the draft scores tokens with the random noise that the target samples with, so that more
     sampled tokens are accepted; False only for measurements.
-    trims_trees: whether the nodes at the end that no tree of the batch uses are left out of the verify pass.  If so,
-    the host waits for the trees, and shapes differ from round to round, which a CUDA graph does not allow."""
+    trims_trees: whether the last nodes of the trees are left out of the verify pass if no tree of the batch uses them.
+    Then the host waits for the trees, and shapes differ from round to round, so no CUDA graph is possible.
+    """
 
     layout: RoundLayout
     table: SlotTable
@@ -50,10 +51,11 @@ class ModelRunner:
     trims_trees: bool = False
 
     def for_batch(self, batch: int) -> "ModelRunner":
-        """Returns the runner for rounds of `batch` requests, whose tree may be smaller.  Models and buffers are shared.
+        """Returns the runner for rounds of `batch` requests, with the tree of this batch size (RoundLayout.for_batch).
 
-        Raises EspalierError if batch is above max_batch.
-        """
+        The returned runner has the same models and buffers.
+
+        Raises EspalierError if batch is above max_batch."""
         self.layout.require_batch(batch)
         return self._for_layout(self.layout.for_batch(batch))
 
@@ -65,16 +67,16 @@ class ModelRunner:
     def captured_passes(self) -> tuple[LaunchForm, ...]:
         """The forms of prefill passes that can be CUDA graphs.
 
-        If layers keep recurrent states, passes of about chunk_size rows are captured too.  Such layers have many
-        kernels, so a host would launch the kernels of a pass more slowly than a GPU runs them."""
+        If layers keep recurrent states, passes of about chunk_size rows are captured too.  Such layers have so many
+        kernels that a host would launch the kernels of a pass more slowly than a GPU runs them."""
         if not (self.cache.backend.captures_prefill and self.drafter.captures_prefill):
             return ()
         full = () if self.cache.states is None else self.layout.captured_full_passes
         return self.layout.captured_passes + full
 
     def for_tree(self, tree: TreeShape | None) -> "ModelRunner":
-        """Returns the runner for rounds with this tree at every batch size.  tree: None for the layout's trees.  Models
-        and buffers are shared."""
+        """Returns a runner for rounds with this tree at every batch size; this runner if `tree` is None.  Both share
+        models and buffers."""
         return self if tree is None else self._for_layout(self.layout.with_tree(tree))
 
     def _for_layout(self, layout: RoundLayout) -> "ModelRunner":
@@ -83,20 +85,19 @@ class ModelRunner:
     def prepare(self, lengths: CommittedLengths) -> None:
         """Prepares the attention backends of target and draft.  Called on the host before each launch.
 
-        lengths: for each request, how many of the target's rows are committed.
-        """
+        lengths: for each request, how many of the target's rows are committed."""
         self.cache.backend.prepare(lengths)
         self.drafter.prepare(lengths.with_more_rows(self.drafter.spec.num_root_rows))
 
     @property
     def reads_all_hidden(self) -> bool:
-        """Whether the draft reads the target's last hidden state, before or after the final norm, at every token."""
+        """Whether the draft reads the output of the target's last layer, normed or not, at every token of a prompt."""
         return (
             self.drafter.spec.target_output == "hidden" or self.target.config.num_layers in self.target.captured_layers
         )
 
     def shared_rows(self, batch: int) -> int:
-        """Returns how many rows of a verify pass the batch shares; 0 if each request has rows of its own."""
+        """Returns how many rows of a verify pass the batch shares; 0 if each request has a fixed number of rows."""
         shared = self.layout.shared_rows
         return batch * shared if batch and shared < self.layout.num_draft_tokens else 0
 
@@ -119,13 +120,15 @@ class ModelRunner:
 class RoundOutput:
     """The output of a launch.  W is 1 for a prefill pass, and S + 1 for a round.
 
-    path: the accepted nodes and the emitted tokens; logits: [B, R, V], of R rows of each request; num_logprobs: [B], as
-    in BatchState.
-    logit_rows: [B, W], the index in [0, R) of the logits that each emitted token was picked from.
+    path: the accepted nodes and the emitted tokens.  num_logprobs: [B], how many likeliest tokens to report beside each
+    emitted token; -1 to report no log-probabilities.
+    logits: [B, R, V], for R rows of each request.  logit_rows: [B, W], the row in [0, R) from whose logits each emitted
+    token was picked.
     tree: the tree of a round; None for a prefill pass.
     prompt_logprobs: [N], for the prompt rows whose log-probabilities are wanted; None without such rows.
-    own_text_paths: [B, P · (1 + S)], the paths that the device found in the request's own text; candidates: [B, D], all
-    nodes, even those that got no shared row (SlotTable).  Both are None unless scores are calibrated."""
+    own_text_paths: [B, P · (1 + S)], kind and tokens of the P paths that the device found in the request's own text.
+    candidates: [B, D], all drafted nodes, also those that got none of the batch's shared rows, packed by `pack_nodes`.
+    Both are None unless scores are calibrated (speculate/sources/calibrate.py)."""
 
     path: AcceptedPath
     logits: Tensor
@@ -141,8 +144,8 @@ class RoundOutput:
 class RoundStage:
     """The data that all stages of a round have.
 
-    runner: the runner for this batch size, and after the propose stage for the size of the trees; slots: the slot-table
-    rows of the batch; snapshots: the copies of recurrent states that `commit` makes."""
+    runner: the runner for this batch size.  After the propose stage, its layout has the size of the proposed trees.
+    slots: the slot-table rows of the batch.  snapshots: the copies of recurrent states that `commit` makes."""
 
     runner: ModelRunner
     slots: BatchState
@@ -168,7 +171,7 @@ class ProposedRound(RoundStage):
 class VerifiedRound:
     """The state after the verify stage.
 
-    target_output: the target's output; logits: [B, D, V], at every node; None if these would take too much memory, in
+    target_output: the target's output.  logits: [B, D, V], at every node; None if these would take too much memory, in
     which case `sample_nodes` computes them slice by slice."""
 
     proposed: ProposedRound
@@ -185,9 +188,8 @@ def decode_round(
 ) -> RoundOutput:
     """Runs a whole round.
 
-    slot_ids: [B] int64, the slots of the batch; appended_pages: new entries of the page table; snapshots: for each
-    request, the copy of its recurrent state that `commit` makes.
-    """
+    slot_ids: [B] int64, the slots of the batch.  appended_pages: new entries of the page table.  snapshots: for each
+    request, the copy of its recurrent state that `commit` makes."""
     return settle(verify(propose(begin(runner, slot_ids, sampling_features, appended_pages, snapshots))))
 
 
@@ -216,7 +218,7 @@ def propose(begun: BegunRound, guide: DraftGuide | None = None) -> ProposedRound
     check_tree(begun.runner.layout, tree, begun.slots.batch)
     runner = begun.runner
     if runner.shared_rows(begun.slots.batch):
-        # Nodes that are too deep to be accepted are dropped first, so that they take no row from another request.
+        # Nodes that are too deep to be accepted are dropped first, so that they take no shared row from other nodes.
         tree = tree.limit_depth(begun.slots.max_accept_depth)
         tree = tree.keep_nodes(tree.best_nodes(runner.shared_rows(begun.slots.batch)))
     if runner.trims_trees:
@@ -255,11 +257,10 @@ def chosen_rows(proposed: ProposedRound) -> ChosenRows | None:
 
 
 def settle(verified: VerifiedRound, mask: Tensor | None = None) -> RoundOutput:
-    """Runs the last stage: samples the target's tokens, accepts a path, commits it, and runs the draft over its tokens.
+    """Runs the last stage: samples the target's tokens, accepts and commits a path, and runs the draft over its tokens.
 
     mask: [B, D, ceil(V / 32)] int32, with a bit for each token that says whether the token may follow the node
-    (sampling/mask.py).  None allows all tokens.
-    """
+    (sampling/mask.py).  None allows all tokens."""
     proposed, out = verified.proposed, verified.target_output
     runner, slots, tree = proposed.runner, proposed.slots, proposed.tree
     sampled = sample_nodes(verified, mask)
@@ -310,7 +311,8 @@ def prefill(
 
     The tokens are divided into pieces of `width` rows, and the first token is the slot's root.  If a request's known
     tokens end in this pass, its next token is sampled and emitted.
-    pieces: None if each request has one piece.  mask: [B, 1, ceil(V / 32)] int32, as in `settle`, for that token.
+    pieces: None if each request has one piece.  mask: [B, 1, ceil(V / 32)] int32, with a bit for each token that says
+    whether it may be sampled; None if all may be.
     prompt_rows: the rows whose log-probabilities are wanted.  snapshots: as in `decode_round`."""
     slots = gather_slots(runner.table, slot_ids)
     rows = PieceRows.of_pass(slots, length, width, pieces)
@@ -350,8 +352,7 @@ def prefill(
 def void_padding(runner: ModelRunner, tokens: Tensor, exists: Tensor) -> Tensor:
     """Returns the tokens [B, Q] that the target runs.  exists: [B, Q] or [B, 1] bool, False for padding.
 
-    For a target with experts, padding gets token -1, so that padding reads no expert's weights.
-    """
+    For a target with experts, padding gets token -1, so that padding reads no expert's weights."""
     if runner.target.config.experts is None:
         return tokens
     return torch.where(exists, tokens, -1)
@@ -360,18 +361,18 @@ def void_padding(runner: ModelRunner, tokens: Tensor, exists: Tensor) -> Tensor:
 def compute_prompt_logprobs(
     runner: ModelRunner, slots: BatchState, positions: Tensor, hidden: Tensor, rows: PromptRows
 ) -> Logprobs:
-    """Returns the log-probabilities of the prompt tokens that follow `rows`.
+    """Returns the log-probabilities of the prompt tokens that follow `rows`.  positions: [P, W], hidden: [P, W, H], of
+    all rows of the pass.
 
-    The last of these tokens may be the first token of the next pass.
-    """
+    The last of these prompt tokens may be the first token of the next pass."""
     following = rows.select(slots.history_at(positions + 1))
     max_rows = max_logit_rows(runner.target.config.vocab_size)
     return prompt_logprobs(runner.target.logits, rows.select(hidden), following, max_rows, rows.max_top_logprobs)
 
 
 def num_nodes_to_run(tree: Tree, max_accept_depth: Tensor) -> int:
-    """Returns how many nodes of each tree the verify pass must run.  Void nodes, and nodes too deep to be accepted, are
-    left out if they stand at the end of all trees."""
+    """Returns n: the verify pass must run the first n nodes of each tree.  In every tree of the batch, the later nodes
+    are void, or too deep to be accepted."""
     is_offered = ((tree.tokens != VOID) & (tree.depths <= max_accept_depth[:, None])).any(0)
     is_offered[0] = True
     return 1 + int(is_offered.nonzero()[-1])
@@ -395,8 +396,7 @@ def commit(
     positions prefix_len .. prefix_len + length - 1.
 
     The last token of the path becomes the root of the next tree.  Recurrent states are advanced over the path, and
-    copied as `snapshots` says.  count_tokens: whether the slots count the tokens, for penalties.
-    """
+    copied as `snapshots` says.  count_tokens: whether the slots count the tokens, for penalties."""
     nodes = AcceptedNodes(path.rows, runner.layout.num_draft_tokens)
     copies = advance(slots, path.length, path.tokens, count_tokens, nodes).copies
     assert copies is not None

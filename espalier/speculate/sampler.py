@@ -31,12 +31,12 @@ ALL_NODES = slice(None)
 
 
 class DraftRows(NamedTuple):
-    """The draft's logits of some rows.  The best tokens of a row become its children.
+    """The draft's logits in Q rows of each request.  A row belongs to a node; the best tokens become its children.
 
     logits: [B, Q, draft vocabulary].  d2t: the target id of each draft id; None if both vocabularies are the same.
     position_offset, position_stride: the children of row q have position Sampler.first_position + position_offset + q ·
-    position_stride.  path_scores: [B, Q] float32, the path scores of the rows.
-    drafted_ancestors: the drafted tokens between the root and each row."""
+    position_stride.  path_scores: [B, Q] float32, for each row the sum of scores on the path to its node.
+    drafted_ancestors: the drafted tokens on the path from the root to each row's node."""
 
     logits: Tensor
     d2t: Tensor | None
@@ -55,8 +55,8 @@ class DraftRows(NamedTuple):
 class Sampler(ABC):
     """The sampler of one launch: in plain torch, or with the GPU's kernels.
 
-    first_position: [B], position of the first token that this launch may sample.
-    shares_noise: whether the draft's scores use the noise that the target samples with.
+    first_position: [B], the position of the first token that this launch may sample.
+    shares_noise: whether the draft's scores contain the random noise with which the target samples.
     guide: the forced and the allowed next tokens of grammars; None if no request of the batch has a grammar."""
 
     first_position: Tensor
@@ -69,15 +69,14 @@ class Sampler(ABC):
     ) -> SampledTokens:
         """Samples the target's token at every node of `nodes`.
 
-        logits: [B, n, V], of these nodes; mask: [B, D, words], of all nodes (sampling/mask.py).
-        """
+        logits: [B, n, V], of these nodes.  mask: [B, D, words], of all nodes (sampling/mask.py)."""
         mask = None if mask is None else mask[:, nodes]
         return self._pick(
             logits, noise_offsets(tree)[:, nodes], mask, DraftedAncestors(tree.tokens, tree.ancestors[:, nodes])
         )
 
     def sample_last(self, logits: Tensor, mask: Tensor | None = None) -> SampledTokens:
-        """Samples the token after the last token of a prefill pass.  logits: [B, 1, V]; mask: [B, 1, words]."""
+        """Samples the token after the last token of a prefill pass.  logits: [B, 1, V].  mask: [B, 1, words]."""
         return self._pick(logits, torch.zeros_like(self.first_position[:, None]), mask, None)
 
     @abstractmethod
@@ -86,7 +85,7 @@ class Sampler(ABC):
     ) -> SampledTokens:
         """Samples a token for each row of logits [B, n, V], at position `first_position` + offsets [B, n].
 
-        Penalties count the tokens of `drafted_ancestors` except the root (node 0), which the slot already counts."""
+        Penalties count the tokens of `drafted_ancestors`, except the root (node 0), which the slot has counted."""
 
     def best_children(self, rows: DraftRows, topk: int) -> tuple[Tensor, Tensor]:
         """Returns the topk best children of each row: target token ids [B, Q, K] and path scores [B, Q, K] float32."""
@@ -109,18 +108,19 @@ class Sampler(ABC):
     def next_depth(
         self, edges: LowRankEdges, d2t: Tensor | None, depth: int, rows: DepthRows, out: Candidates
     ) -> DepthRows:
-        """Writes the best children of each row to `out`, [B, R, K] each.  Returns the rows of the next depth.
+        """Writes the K best children of each of R rows to `out`, whose tensors are [B, R, K].  Returns the rows of the
+        next depth.
 
-        edges: the logits of a block draft, which depend on the drafted tokens before.  depth: from 0 on; the children
-        have position `first_position` + depth."""
+        edges: give the logits of a draft whose logits at a depth depend on the tokens drafted at earlier depths.
+        depth: from 0 on; the children have position `first_position` + depth."""
 
 
 @dataclass(frozen=True)
 class TorchSampler(Sampler):
     """The sampler in plain torch.
 
-    vocab_size: size of the target's vocabulary.  params: the parameters of each request; noise: [B, width, V], Gumbel
-    noise for positions first_position .. first_position + width - 1.  Both are None if no request needs them."""
+    vocab_size: size of the target's vocabulary.  params: the sampling parameters of each request.  noise: [B, width,
+    V], Gumbel noise for `width` positions from first_position on.  Both are None if no request needs them."""
 
     vocab_size: int
     params: SlotSamplingParams | None
@@ -154,7 +154,7 @@ class TorchSampler(Sampler):
         """Returns the scores of all children, [B, Q, columns], and the target id of each column.
 
         mask: [B, Q, words], the target ids that may be drafted.  The returned ids are None if the columns are the
-        target ids in order, which is so whenever a request has sampling parameters."""
+        target ids in order.  If a request has sampling parameters, they always are."""
         d2t, logits = rows.d2t, rows.logits.to(torch.promote_types(rows.logits.dtype, torch.float32))
         if mask is not None:
             allowed = unpack_mask(mask, self.vocab_size)
@@ -186,7 +186,7 @@ class TorchSampler(Sampler):
 class KernelSampler(Sampler):
     """The sampler with the GPU's kernels.
 
-    slot_rows: the slots' parameters, which the kernels always read on the device; `sampling_features` is not used."""
+    slot_rows: the slots' sampling parameters.  The kernels read all of them, so `sampling_features` is not used."""
 
     slot_rows: GatheredSlots
 
@@ -239,7 +239,7 @@ def make_sampler(
     dtype: torch.dtype,
     shares_noise: bool = True,
 ) -> Sampler:
-    """Returns the sampler for the tokens at `width` positions from `first_position` [B] on.  dtype: of the noise."""
+    """Returns the sampler for tokens at `width` positions from `first_position` [B] on.  dtype: the noise's dtype."""
     if first_position.is_cuda:
         return make_kernel_sampler(slots, sampling_features, first_position, shares_noise)
     if not sampling_features.any:

@@ -1,10 +1,9 @@
 """The token tree: drafted candidates are collected in a CandidatePool, and the best become the tree to verify.
 
-Beams, candidates and nodes have three different indices.  A beam is a draft row at some depth.  A candidate is a scored
-child in the pool.  A node is a member of the tree.  Node 0 is the root, and a parent comes before its children.  If
-there are fewer candidates than nodes, the rest are void nodes.  A void node has token -1, is an ancestor of no other
-node, and is never accepted.
-"""
+A candidate is a drafted token with a score, in the pool.  A beam is a candidate from which the draft drafts further
+candidates.  A node is a member of the tree.  Each of the three has its own index.  Node 0 is the root, and a parent
+comes before its children.  If there are fewer candidates than nodes, the remaining nodes are void: they have token -1,
+are no ancestor of another node, and are never accepted."""
 
 import torch
 from torch import Tensor
@@ -15,10 +14,9 @@ __all__ = ["VOID", "CandidatePool", "RootTrees", "Tree", "ordered_topk"]
 
 
 class RootTrees:
-    """Makes the trees of plain decoding, which have only the root.  All fields but the tokens are made once.
+    """Makes the trees of plain decoding, which have only a root.  All tensors except the tokens are made once.
 
-    scores: [max_batch, 1], the path scores of roots: 0, which is log 1.
-    """
+    scores: [max_batch, 1], the score of each root: 0, which is log 1."""
 
     def __init__(self, max_batch: int, device: torch.device) -> None:
         self.zeros = torch.zeros(max_batch, 1, dtype=torch.int64, device=device)
@@ -32,9 +30,9 @@ class RootTrees:
 
 
 class CandidatePool:
-    """The candidates of a batch, level by level.  So a parent comes before its children.
+    """The candidates of a batch, level by level, so a parent comes before its children.
 
-    Level 1 has topk candidates.  Each later level has topk candidates for each of its topk beams, in beam order.
+    Level 1 has topk candidates.  Each later level has topk children of each of the topk beams, in the order of beams.
     """
 
     def __init__(self, topk: int) -> None:
@@ -44,13 +42,13 @@ class CandidatePool:
         self.beams: list[Tensor] = []
 
     def add_level(self, tokens: Tensor, scores: Tensor) -> None:
-        """Appends a level: tokens and scores [B, rows, topk] of the children of the root (rows = 1) or of the beams."""
+        """Appends a level of candidates: tokens and scores [B, Q, topk], for the root (Q = 1) or for Q beams."""
         self.tokens.append(tokens.flatten(1))
         self.scores.append(scores.flatten(1))
 
     def set_beams(self, candidate_indices: Tensor) -> None:
-        """Sets the beams of the next level.  candidate_indices: [B, topk], indices of candidates in the level added
-        last."""
+        """Sets the beams whose children are the next level.  candidate_indices: [B, topk], the indices of the beams
+        among the candidates of the level that was added last."""
         self.beams.append(candidate_indices)
 
     def select(self, root: Tensor, num_nodes: int) -> Tree:

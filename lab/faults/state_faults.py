@@ -80,7 +80,7 @@ STATE_FAULTS = (
     Fault(
         "state-carried-over",
         "a slot keeps the state of the request that had it before",
-        "espalier.engine.state_keeper:StateKeeper.take_copies",
+        "espalier.engine.state_keeper:StateKeeper.take_state_copies",
         _state_not_cleared,
     ),
 )

@@ -45,7 +45,7 @@ def table() -> SlotTable:
 def entering(slot: int, prompt: list[int], output: list[int]):
     r = request(0, prompt, WISHES, seed=2**40 + 5)
     r.slot, r.pages, r.output = slot, [4, 2, 6], output
-    return slot_init(r, r.tokens, start=1, commit_from=4, end=17, steps=3)
+    return slot_init(r, r.tokens, start=1, commit_from=4, max_num_tokens=17, steps=3)
 
 
 def device_launch(

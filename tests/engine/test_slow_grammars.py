@@ -153,9 +153,9 @@ class TickingThreads(MaskThreadPool):
         super().__init__(32 * tick_s)
         self.tick_s, self.now_s = tick_s, 0.0
 
-    def _handle_slow(self, *args: Any) -> None:
+    def _handle_slow_threads(self, *args: Any) -> None:
         self.now_s += self.tick_s
-        super()._handle_slow(*args)
+        super()._handle_slow_threads(*args)
 
 
 @settings(max_examples=30)

@@ -403,7 +403,7 @@ def test_a_lasting_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> No
     simulated = Simulation(0, 0.02)
     simulated.run(64, 600)
     # Once more, as after another form that did not last.
-    simulated.choice.buckets[64].rounds_held = 0
+    simulated.choice.buckets[64].rounds_since_change = 0
     simulated.run(64, 100)
     lines = [record.message for record in caplog.records if "trees: rounds" in record.message]
     assert 1 <= len(lines) <= 3 and "plain decoding: 1.00 tokens in" in lines[-1]

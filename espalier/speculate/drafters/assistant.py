@@ -1,7 +1,8 @@
 """A drafter whose rows keep no K/V: each row reads the target's committed rows at the root's position (Gemma 4).
 
-With the root at position n, rows 0 .. n-1 of the target are committed.  A row attends to these alone, so the beams of a
-level need no rows of the levels above.  The root's own row runs first, from the target's hidden state at token n-1.
+With the root at position n, rows 0 .. n-1 of the target are committed.  A draft row attends only to these rows, so the
+beams of a level need no rows of the levels above.  The root's row runs first; it reads the target's hidden state at
+token n-1.
 """
 
 from dataclasses import replace
@@ -48,7 +49,7 @@ class AssistantDrafter(AutoregressiveDrafter):
     ) -> None:
         assert target_features is not None
         if last_tokens is not None:
-            # After a prefill pass, only the last token of each request is kept.
+            # After a prefill pass, only the features of each request's last token are kept.
             row = last_tokens.row[:, None, None].expand(-1, 1, target_features.shape[2])
             target_features, length = target_features.gather(1, row), torch.ones_like(length)
             target_features, length = last_tokens.of_last_pieces(target_features), last_tokens.of_last_pieces(length)

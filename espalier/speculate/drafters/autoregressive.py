@@ -1,12 +1,12 @@
 """A drafter whose draft model grows the tree level by level, one forward pass over beams for each level (EAGLE, MTP).
 
 A draft has one or more modules, such as MTP layers.  Row q of every module belongs to token q.  The row's inputs are
-token q and a hidden state (see feeds.py).  In module k the row's RoPE position is q - k, as in training, and rows 0 ..
-k-1 do not exist.  Inside a tree, a beam attends to its ancestors in the tree.
+token q and a hidden state (see feeds.py).  In module k, the RoPE position of row q is q - k, as in training, and rows
+0 .. k-1 do not exist.  Inside a tree, a beam attends to its ancestors in the tree.
 
-Module l proposes level l.  It has run over no beam before, so it runs over the beams of all earlier levels,
-[B, (l-1) · K].  The last module also proposes all deeper levels.  At those levels, the hidden state that a beam reads
-is the last module's own output at the beam's parent.
+Module l proposes level l of the tree.  Module l has run over no beam before, so it runs over the beams of all earlier
+levels, [B, (l-1) · K].  The last module also proposes all deeper levels.  At these levels, the hidden state that a beam
+reads is the last module's own output at the beam's parent.
 """
 
 from dataclasses import dataclass, field, replace
@@ -34,9 +34,9 @@ from espalier.speculate.tree import VOID, CandidatePool, Tree
 class TreeRows:
     """All draft rows of a tree, level after level.
 
-    slots: the batch; positions: [B, beam_rows], the rows' positions in the pages; parent_positions: [B, beam_rows], the
-    positions of the rows' parents; tokens: [B, beam_rows], written when beams are chosen.
-    modules: the committed rows of each module; beam_levels: the beams of each level."""
+    slots: the batch.  positions: [B, beam_rows], the rows' positions in the text.  parent_positions: [B, beam_rows],
+    the positions of the rows' parents.  tokens: [B, beam_rows], each written when its beam is chosen.
+    modules: the committed rows of each module.  beam_levels: the beams of each level, from level 1 on."""
 
     slots: BatchState
     positions: Tensor
@@ -47,14 +47,14 @@ class TreeRows:
 
     @property
     def parents(self) -> Tensor:
-        """[B, rows so far]: 0 for the root, 1 + the index of the parent's row for the others."""
+        """[B, number of beams so far]: the parent of each beam: 0 for the root, else 1 + the row of the parent."""
         topk = self.beam_levels[0].parents.shape[1]
         first = [0, *(1 + topk * level for level in range(len(self.beam_levels) - 1))]
         return torch.cat([beams.parents + at for beams, at in zip(self.beam_levels, first, strict=True)], 1)
 
     @property
     def ancestor_bits(self) -> Tensor:
-        """[B, rows so far, words]: the ancestor bits of the rows of all levels."""
+        """[B, number of beams so far, words]: the ancestor bits of the beams of all levels."""
         return torch.cat([beams.ancestor_bits for beams in self.beam_levels], 1)
 
 
@@ -64,7 +64,7 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
         self.feeds = feeds_class(self.spec.hidden_source)
         # The depth of each draft row of a tree, after `topk` entries of depth 0.
         self.row_depths = torch.arange(layout.topk + layout.beam_rows, device=device) // layout.topk
-        # The bit of each draft row among ancestor bits.
+        # [beam_rows, words]: for each draft row, ancestor bits in which only this row's own bit is set.
         self.row_bits = self_only_bits(0, layout.beam_rows, layout.beam_ancestor_words, device)
         # Entry d: the bits of all draft rows at depths greater than d.
         depths = range(self.spec.num_modules)
@@ -116,9 +116,10 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
         return self._module(level).logits(out.last_rows(self.layout.topk))
 
     def _forward(self, out: DraftOutput, rows: TreeRows, level: int) -> DraftOutput:
-        """Runs the forward pass that proposes `level`, over the beams over which the module has not run.
+        """Runs the forward pass that proposes `level`, over the beams over which the level's module has not run.
 
-        out: the output of the level before.  Returns [B, Q]; the last rows are the beams of the level before."""
+        out: the output of the pass that proposed the level before.  Returns the output of Q rows of each request.  The
+        last of these rows are the beams of the level before."""
         module, end = self._module_index(level), self.layout.draft_rows_above(level)
         first = 0 if level <= self.spec.num_modules else self.layout.draft_rows_above(level - 1)
         feed, bits = self._tree_feed(out, rows, level)
@@ -148,7 +149,8 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
             feed = self.feeds.tree_feed(rows.slots, self.spec.num_modules, level, out.hidden, rows.parents, topk)
             bits = rows.ancestor_bits
         if module > 2:
-            # After a prompt shorter than the number of modules, the first rows do not exist, but attend to themselves.
+            # After a prompt shorter than the number of modules, the first rows have no inputs.  They attend only to
+            # themselves, and no other row attends to them.
             num_missing = rows.modules[module - 1].num_missing
             assert num_missing is not None
             bits = bits & self.deeper_row_bits[num_missing][:, None] | self.row_bits[end - bits.shape[1] : end]
@@ -161,7 +163,7 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
         features, modules = self.draft.fuse(target_features), module_rows(slots, self.spec.num_modules)
         is_split = last_tokens is not None and last_tokens.piece is not None
         feeds = self.feeds(slots, modules, features, length, is_split) if self.spec.num_modules > 1 else None
-        # Only the output at the last token is kept, unless a next module reads all rows.
+        # In a prefill pass, only the output at the last token is needed, unless a further module reads all outputs.
         needed = None if last_tokens is None or feeds is not None else last_tokens.row
         hidden = self._extend_module(1, modules[0], (features, None), length, is_split, needed)
         kept = {"hidden": (hidden, length if needed is None else torch.ones_like(length))}
@@ -187,15 +189,15 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
         feed: Feed,
         length: Tensor,
         is_split: bool,
-        needed: Tensor | None = None,
+        needed_row: Tensor | None = None,
     ) -> Tensor:
-        """Runs one module over the new tokens, in as many rows for each request as `feed` has.
+        """Runs one module over the new tokens.  Each request has as many rows as `feed` has.
 
-        Returns the output [B, W, H]; row i belongs to token prefix_len + 1 + i of `rows.slots`.  needed: [B], the only
-        row of each request whose output is read (Pass.needed_row); None if all outputs are read."""
+        Returns the output [B, W, H]; row i belongs to token prefix_len + 1 + i of `rows.slots`.  needed_row: [B], the
+        only row of each request whose output is read (Pass.needed_row); None if all outputs are read."""
         hidden, parents = feed
         width = hidden.shape[1] if parents is None else parents.shape[1]
-        length = rows.length(length)
+        length = rows.module_length(length)
         positions, tokens, page_rows = extend_rows(rows.slots, length, width)
         if self.draft.has_experts:
             tokens = tokens.masked_fill(positions > rows.slots.prefix_len[:, None] + length[:, None], VOID)
@@ -208,7 +210,7 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
             page_rows=page_rows.flatten(),
             # Modules fill different rows, so each module commits its own rows.
             commits_by_layer=is_split or self.spec.num_modules > 1,
-            needed_row=needed,
+            needed_row=needed_row,
         )
         out = self.draft.modules[module - 1](p, hidden, parents)
         p.commit()

@@ -19,15 +19,15 @@ from espalier.speculate.pieces import LastTokens
 from espalier.speculate.sampler import Sampler
 from espalier.speculate.tree import RootTrees, Tree
 
-# A function that grows the tree from the draft's first logits, with the launch's sampler.
+# A function that takes the launch's sampler and grows the trees of a batch, starting from the draft's first logits.
 GrowTree = Callable[[Sampler], Tree]
 
 
 class Drafter(Protocol):
-    """Proposes token trees, and runs its model over the tokens that the target has decided.
+    """Proposes token trees, and runs its draft model over the tokens that the target has decided.
 
-    spec: the inputs and layers that the draft declares (DraftSpec); root_trees: makes trees of the roots alone;
-    captures_prefill: whether a CUDA graph can capture the drafter's part of a prefill pass."""
+    spec: the inputs and layers that the draft declares.  root_trees: makes the trees of plain decoding, which have only
+    a root.  captures_prefill: whether a CUDA graph can capture the drafter's part of a prefill pass."""
 
     spec: DraftSpec
     root_trees: RootTrees
@@ -36,7 +36,7 @@ class Drafter(Protocol):
     def captures_prefill(self) -> bool: ...
 
     def for_layout(self, layout: RoundLayout) -> Self:
-        """Returns the same drafter with the same buffers, for the tree of a smaller layout (RoundLayout.for_batch)."""
+        """Returns this drafter for the tree of another layout, such as RoundLayout.for_batch, with the same buffers."""
         ...
 
     def prepare(self, lengths: CommittedLengths) -> None:
@@ -47,8 +47,7 @@ class Drafter(Protocol):
         """Begins to propose a tree for each request: runs the model up to the logits of depth 1.
 
         The masks of grammars are not needed for this part.  Returns the function that grows the trees, which have
-        layout.num_draft_tokens nodes, at least two.
-        """
+        layout.num_draft_tokens nodes, at least two."""
         ...
 
     def extend(
@@ -57,18 +56,16 @@ class Drafter(Protocol):
         """Runs the draft over the new tokens n+1 .. n+length, where token n is the root of `slots`.  The history in the
         slot table already holds these tokens.
 
-        target_features: [B, W, F], the features that `spec.target_output` names, at tokens n .. n+W-1; None if it names
-        none.  length: [B], the number of new tokens, at most W.
-        last_tokens: in a prefill pass, the place of each request's last token; `slots` then has one row for each piece
-        (speculate/pieces.py).  None in a round, where `slots` has one row for each request."""
+        target_features: [B, W, F], the target's output that `spec.target_output` names, at tokens n .. n+W-1; None if
+        the draft reads no output of the target.  length: [B], the number of new tokens, at most W.
+        last_tokens: where each request's last token is in a prefill pass, for which `slots` has one row for each piece
+        (speculate/pieces.py).  None in a round, for which `slots` has one row for each request."""
         ...
 
 
 class DrafterWithoutFiles:
-    """The base of drafters that need no model.  A subclass sets `spec`, which names the algorithm, and `propose`.
-
-    registry.py:WITHOUT_FILES lists the subclasses.
-    """
+    """The base of drafters that need no model.  A subclass sets `spec`, which names the algorithm, and defines
+    `propose`.  registry.py:WITHOUT_FILES lists the subclasses."""
 
     spec: DraftSpec
     captures_prefill = True
@@ -109,23 +106,25 @@ class NoDrafter(DrafterWithoutFiles):
 MakeDrafter = Callable[[Any, RoundLayout, ModelCache], Drafter]
 
 
-# How much of each layer of a draft a rank holds.  "whole": all of it.  "as target": a part, as of the target's layers;
-# if the number of ranks cannot divide the draft, startup fails.  "if divisible": a part if the number can, else all.
+# How the ranks divide the layers of a draft.  "whole": every rank holds all of each layer.  "as target": every rank
+# holds a part, as of the target's layers; startup fails if the number of ranks cannot divide the draft.
+# "if divisible": like "as target" if the number of ranks can divide the draft, else like "whole".
 DraftSharding = Literal["whole", "as target", "if divisible"]
 
 
 @dataclass(frozen=True)
 class DraftFormat:
-    """A checkpoint format of drafts: how to recognise it, read it, load it and run it.
+    """A checkpoint format of drafts: how to recognise, read, load and run a draft of this format.
 
     algorithm: the name that users give; equal to `DraftSpec.algorithm`.
     title: the name of such drafts in error texts, in the plural.
-    architectures: names in `architectures` of config.json (or `model_type`, if that is missing) that mean this format.
-    marked_architectures: further such names, which mean this format only if config.json has one of `marker_fields`.
-    excluding_fields: fields that rule this format out if config.json has one of them.
-    speculators_types: values of `speculators_model_type` of this format; if a config has that field, it alone decides.
+    architectures: names in `architectures` of config.json (or in `model_type`, if `architectures` is missing) that mean
+    this format.  marked_architectures: names that mean this format only if config.json has one of `marker_fields`.
+    excluding_fields: if config.json has one of these fields, the draft does not have this format.
+    speculators_types: values of `speculators_model_type` that mean this format.  If a config has that field, no other
+    field counts.
     read: (directory, config.json, the target's config) -> a config that fits this target.  Raises EspalierError.
-    make: (weights, config, the target, rows of position tables) -> a DraftModel that uses every weight.
+    make: (weights, config, the target, number of rows of position tables) -> a DraftModel that uses every weight.
     drafter: makes the drafter that runs the model.
     is_in_target: (directory of a target, its config) -> whether the directory also holds a draft of this format; None
     if no target's directory does.

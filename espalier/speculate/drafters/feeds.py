@@ -1,16 +1,15 @@
 """Chooses the hidden state that feeds each row of a draft module, by DraftSpec.hidden_source.
 
-A draft has modules 1 to N.  The root is token n.  At token n + 1, module 1 reads the target's feature (hidden state) of
-token n.
-Module k > 1 reads the hidden state feed{k}, which the slot keeps from the launch before.  At later tokens,
-hidden_source decides:
+A draft has modules 1 to N.  The root is token n.  A feature is a hidden state of the target.  At token n + 1, module 1
+reads the feature of token n.  Module k > 1 reads the hidden state feed{k}, which the slot keeps from the launch before.
+At later tokens, hidden_source decides:
 
-"chain": module k reads the output of module k - 1 at the token before (DeepSeek-AI 2024, arXiv:2412.19437, equation
-21).  "target": module k reads the target's feature k tokens before.  So the hidden states in order of tokens are feedN,
-..., feed2, and then the features of tokens n, n + 1, ...
+"chain": at a token, module k reads the output of module k - 1 at the previous token (DeepSeek-AI 2024,
+arXiv:2412.19437, equation 21).  "target": at token t, module k reads the feature of token t - k.  So the hidden states,
+in the order of tokens, are feedN, ..., feed2, and then the features of tokens n, n + 1, ...
 
-After a prefix hit, and at the start of a text, the first rows of module k cannot be computed: the first row of module k
-comes k - 1 rows after the first row of module 1 (`module_rows`)."""
+After a prefix hit, and at the start of a text, module k cannot compute the first rows of a pass.  Its first row comes
+k - 1 rows after the first row of module 1 (`module_rows`)."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -25,7 +24,8 @@ from espalier.kernels.ops.state import load_carried_field
 from espalier.kernels.ops.tree import gather_rows
 from espalier.slots import BatchState
 
-# Hidden states [B, R, H], and for each row the index [B, Q] of the state that it reads; None if row i reads index i.
+# (hidden states [B, R, H], indices [B, Q] or None).  Row q of a module reads the hidden state with the q-th index.
+# Without indices, row q reads state q.
 Feed = tuple[Tensor, Tensor | None]
 
 
@@ -33,7 +33,7 @@ Feed = tuple[Tensor, Tensor | None]
 class ModuleRows:
     """The rows of one module in a pass.
 
-    slots: advanced by `num_missing`, so that the module's first row belongs to token prefix_len + 1.
+    slots: the batch, with `num_missing` added to prefix_len, so the module's first row belongs to token prefix_len + 1.
     prefix: the module's committed rows.  Module k has the rows of tokens k .. n, where token n is the root.
     num_missing: [B], how many rows at the start of the pass the module cannot compute; None for module 1, which
     computes all rows."""
@@ -42,17 +42,18 @@ class ModuleRows:
     prefix: Prefix
     num_missing: Tensor | None = None
 
-    def length(self, length: Tensor) -> Tensor:
-        """Returns [B]: how many rows the module has in a pass with `length` [B] rows; below 1 if it has none."""
-        return length if self.num_missing is None else length - self.num_missing
+    def module_length(self, pass_length: Tensor) -> Tensor:
+        """Returns [B]: how many rows the module has in a pass in which module 1 has `pass_length` [B] rows; 0 or less
+        if the module has no rows."""
+        return pass_length if self.num_missing is None else pass_length - self.num_missing
 
 
 def module_rows(slots: BatchState, num_modules: int) -> list[ModuleRows]:
     """Returns the rows of each module in a pass.  num_modules: the number of modules of the draft."""
     rows = [ModuleRows(slots, Prefix(slots.page_table, slots.num_tokens, first_position=1))]
     if num_modules > 1:
-        # Cached pages hold the rows below commit_from.  In this pass, the target ran again from row commit_from -
-        # num_modules on, or from an earlier row on.
+        # Cached pages hold the rows below commit_from.  The target runs again from row commit_from - num_modules on, or
+        # from an earlier row, so the features before that row are unknown.
         num_unknown = (slots.commit_from - num_modules).clamp(min=0) - slots.prefix_len
     for max_missing in range(1, num_modules):
         num_missing = (num_unknown + max_missing).clamp(min=0, max=max_missing)
@@ -66,15 +67,15 @@ def module_rows(slots: BatchState, num_modules: int) -> list[ModuleRows]:
 
 
 class ModuleFeeds(ABC):
-    """The feeds (hidden states that modules read) of one `extend`.  Modules run in order.  The caller appends the
-    output [B, W, H] of each module to `outputs`."""
+    """The hidden states that the modules read in one call of Drafter.extend.  The modules run one after another, and
+    the caller appends the output [B, W, H] of each module to `outputs`."""
 
     def __init__(
         self, slots: BatchState, rows: Sequence[ModuleRows], features: Tensor, length: Tensor, is_split: bool
     ) -> None:
-        """features: [B, W, H], the target's features at tokens n .. n+W-1; length: [B], how many rows exist.
-
-        is_split: whether a request may have several rows of the batch, one after another (speculate/pieces.py)."""
+        """rows: the rows of each module.  features: [B, W, H], the target's features at tokens n .. n+W-1.
+        length: [B], how many of these tokens exist.
+        is_split: whether adjacent rows of the batch may be pieces of the same prompt (speculate/pieces.py)."""
         self.outputs: list[Tensor] = []
         self.slots, self.rows, self.features, self.length, self.is_split = slots, rows, features, length, is_split
         self.offsets = torch.arange(features.shape[1], device=features.device)
@@ -86,8 +87,8 @@ class ModuleFeeds(ABC):
 
     @abstractmethod
     def state_to_carry(self, module: int) -> tuple[Tensor, Tensor]:
-        """Returns (values [B, R, H], count [B]).  In the next launch, the module (2 to N) reads row count - 1 of the
-        values at its first token."""
+        """Returns (values [B, R, H], count [B]).  At its first token in the next launch, the module (2 to N) reads
+        values[:, count - 1]."""
         ...
 
     @staticmethod
@@ -97,8 +98,8 @@ class ModuleFeeds(ABC):
     ) -> Feed:
         """Returns the hidden states that a module (2 to N) reads at the beams of all levels so far.
 
-        previous_output: [B, R, H], the output of the module before, over the beams of all levels but the last; for
-        module 2, at the root.
+        previous_output: [B, R, H], the output of the module before, at the beams of all levels except the last level;
+        for module 2, its output at the root.
         parents: [B, (module-1)·topk], each beam's parent: 0 for the root, else 1 + the parent's index among all beams.
         """
         ...
@@ -110,7 +111,7 @@ class ChainFeeds(ModuleFeeds):
         previous_output = self.outputs[module - 2]
         first = load_carried_field(self.slots, feed_name(module))
         if self.is_split:
-            last = (previous_rows.length(self.length) - 1).clamp(min=0)
+            last = (previous_rows.module_length(self.length) - 1).clamp(min=0)
             first = _from_previous_piece(self.slots, first, gather_rows(last[:, None], previous_output))
         assert own_rows.num_missing is not None
         num_missing = (
@@ -121,7 +122,7 @@ class ChainFeeds(ModuleFeeds):
         return torch.cat((first, previous_output), 1), self.offsets + num_missing[:, None]
 
     def state_to_carry(self, module: int) -> tuple[Tensor, Tensor]:
-        return self.outputs[module - 2], self.rows[module - 2].length(self.length)
+        return self.outputs[module - 2], self.rows[module - 2].module_length(self.length)
 
     @staticmethod
     def tree_feed(
@@ -152,7 +153,7 @@ class TargetFeeds(ModuleFeeds):
     def tree_feed(
         slots: BatchState, num_modules: int, module: int, previous_output: Tensor, parents: Tensor, topk: int
     ) -> Feed:
-        # A beam of depth d reads feed{module - d + 1}, the feature `module - d` tokens before the root's successor.
+        # A beam at depth d reads feed{module - d + 1}.
         depths = torch.arange(parents.shape[1], device=parents.device) // topk
         return _carried_features(slots, num_modules), (depths + (num_modules - module)).expand_as(parents)
 
@@ -163,7 +164,8 @@ def feeds_class(hidden_source: str) -> type[ModuleFeeds]:
 
 
 def feed_name(module: int) -> str:
-    """Returns the name in DraftSpec.slot_tensor_shapes of the state that a module (2 to N) reads after the root."""
+    """Returns the name, in DraftSpec.slot_tensor_shapes, of the hidden state that a module (2 to N) reads at the token
+    after the root."""
     return f"feed{module}"
 
 
@@ -173,6 +175,7 @@ def _carried_features(slots: BatchState, num_modules: int) -> Tensor:
 
 
 def _from_previous_piece(slots: BatchState, carried: Tensor, last: Tensor) -> Tensor:
-    """Returns [P, R, H]: `carried` for each request's first piece, and `last` of the piece before for other pieces."""
+    """Returns [P, R, H]: the values of `carried` for each request's first piece; for any other piece, the values that
+    `last` has for the piece before it."""
     follows = slots.index[1:] == slots.index[:-1]
     return torch.cat((carried[:1], torch.where(follows[:, None, None], last[:-1], carried[1:])))

@@ -1,4 +1,4 @@
-"""The base of drafters that run a draft model: the model, its layout, and the cache and staging of its layers."""
+"""The base class of drafters that run a draft model.  It holds the model, the layout, and the cache of its layers."""
 
 from typing import Generic, Self, TypeVar
 
@@ -12,7 +12,7 @@ Model = TypeVar("Model", bound=DraftModel)
 
 class ModelDrafter(Generic[Model]):
     def __init__(self, draft: Model, layout: RoundLayout, cache: ModelCache) -> None:
-        """cache: the cache of the draft's layers, with staging that is large enough for this layout."""
+        """cache: the KV cache of the draft's layers, with staging buffers that are large enough for this layout."""
         self.spec = draft.spec
         self.draft = draft
         self.layout = layout
@@ -26,7 +26,7 @@ class ModelDrafter(Generic[Model]):
         """Makes the tensors that depend on the layout alone.  Subclasses override this."""
 
     def for_layout(self, layout: RoundLayout) -> Self:
-        # A drafter of each layout is kept, because a CUDA graph replays with the tensors of its capture.
+        # The drafter of each layout is kept, because CUDA graphs use the tensors with which they were captured.
         if layout not in self.drafter_by_layout:
             self.drafter_by_layout[layout] = type(self)(self.draft, layout, self.cache)
         return self.drafter_by_layout[layout]

@@ -1,8 +1,8 @@
 """N-gram lookup on the device (prompt lookup decoding, Saxena 2023): proposes tokens that followed the same text.
 
-The drafter needs no model and no K/V, because candidates come from the slot's history.  Each branch follows an earlier
-occurrence of the history's suffix: the longest occurrences first, then the latest.  Branches start with distinct
-tokens, so siblings are distinct.
+The drafter needs no model and no K/V, because its tokens come from the history in the slot table.  Each branch of the
+tree copies the text after an earlier occurrence of the history's suffix.  The longest suffixes come first; among equal
+lengths, the latest occurrence.  Branches start with distinct tokens, so siblings are distinct.
 """
 
 import torch
@@ -39,7 +39,8 @@ class NgramDrafter(DrafterWithoutFiles):
         return pool.select(slots.root, self.layout.num_draft_tokens)
 
     def _propose_guided(self, slots: BatchState, guide: DraftGuide) -> Tree:
-        """Returns the tree with a grammar: a chain of forced tokens, then branches that follow them in the text."""
+        """Returns the tree for a request with a grammar: a chain of the tokens that the grammar forces, then branches
+        that copy the text after earlier occurrences of these tokens."""
         steps, topk, num_forced = self.layout.steps, self.layout.topk, guide.num_forced[:, None]
         forced_tokens = guide.forced_tokens[:, :steps]
         # History holds no decided token after the root, so the forced tokens may be written there.
@@ -53,10 +54,11 @@ class NgramDrafter(DrafterWithoutFiles):
         logp = logp.masked_fill(~(allowed | (guide.level == 0)[:, None]), -torch.inf)
         pool, branches = CandidatePool(topk), torch.arange(topk, device=match_ends.device).expand_as(match_ends)
         for level in range(1, steps + 1):
-            # The depth below the last forced token; 0 or less for a forced token.
+            # [B, 1]: how far this level is below the last forced token; 0 or less if its own token is forced.
             depth = level - num_forced
             if level > 1:
-                # The branches begin as children of one beam.  Later, each branch is the first child of its own beam.
+                # All branches begin as children of one beam.  From then on, each branch has its own beam, and goes on
+                # as the first child of this beam.
                 pool.set_beams(torch.where(depth <= 2, branches, branches * topk))
             tokens = slots.history_at(continuation_positions(match_ends, end, depth.clamp(min=1)))
             tokens, scores = only_children(tokens, logp * depth) if level > 1 else (tokens[:, None], logp[:, None])
@@ -72,16 +74,16 @@ class NgramDrafter(DrafterWithoutFiles):
         return pool.select(slots.root, self.layout.num_draft_tokens)
 
 
-def match_log_probability(length: Tensor) -> Tensor:
-    """Returns [B, K] float32: after a match of m tokens each proposed token has probability m / (m + 1).
+def match_log_probability(match_length: Tensor) -> Tensor:
+    """Returns [B, K] float32: after a match of m tokens, each proposed token has probability m / (m + 1).
 
-    Without a match the value is -inf, which makes a void node.
-    """
-    return torch.where(length > 0, torch.log(length / (length + 1.0)), -torch.inf).float()
+    Without a match the value is -inf, which makes a void node."""
+    return torch.where(match_length > 0, torch.log(match_length / (match_length + 1.0)), -torch.inf).float()
 
 
 def only_children(tokens: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns candidates [B, K, K] from tokens and scores [B, K]: one child for each branch.  Other scores are -inf."""
+    """Returns (tokens, scores) [B, K, K] of candidates: each of K branches gets one child, from tokens and scores
+    [B, K].  The other K - 1 children have score -inf."""
     batch, topk = tokens.shape
     padded = scores.new_full((batch, topk, topk), -torch.inf)
     padded[..., 0] = scores
@@ -89,8 +91,8 @@ def only_children(tokens: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def continuation_positions(match_ends: Tensor, root: Tensor, level: int | Tensor) -> Tensor:
-    """Returns [B, K]: the position of the token that comes `level` tokens after `match_ends` [B, K].
+    """Returns [B, K]: the position of the token that comes `level` tokens after position `match_ends` [B, K].
 
-    level: int or [B, 1].  After the root's position `root` [B], the text between match and root is repeated."""
+    level: int or [B, 1].  root: [B], the root's position.  Past the root, the text from match to root is repeated."""
     period = (root[:, None] - match_ends).clamp(min=1)
     return match_ends + 1 + (level - 1) % period

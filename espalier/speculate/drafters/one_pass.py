@@ -2,12 +2,12 @@
 
 A token's context row (its K and V in the draft's layers) is computed from the target's features (hidden states) at that
 token.  The root's features come only with the next verify pass, so the root has no context row yet.  If the root is at
-position n, rows 0 .. n-1 are committed, as in the target.  `begin` runs the block (the root and mask tokens) over the
-committed rows, and keeps none of the block's rows.  `extend` only projects features to context rows.
+position n, rows 0 .. n-1 are committed, as in the target.  `begin` runs the block (the root and mask tokens), which
+attends to the committed rows.  The rows of the block are not kept.  `extend` only projects features to context rows.
 
-A draft with edges scores a token given the token before, or given all tokens before.  So depths are scored in order.
-Each depth is scored after the best distinct tokens of the depth before, or after its best paths
-(kernels/tree/edges.py).
+In some drafts, the score of a token also depends on the previous token, or on all previous tokens of its path.  Such a
+draft has edges (kernels/tree/edges.py).  Its depths are scored one after another: the tokens of a depth are scored for
+each of the best tokens, or of the best paths, of the depth before.
 """
 
 from collections.abc import Callable
@@ -33,7 +33,8 @@ from espalier.speculate.tree import Tree
 
 class OnePassDrafter(ModelDrafter[BlockModel]):
     def allocate_tensors(self) -> None:
-        # Without causal attention, each row sees the whole block, as in training, also the rows of unused depths.
+        # Without causal attention, each row sees the whole block, as in training.  So the block keeps its full width,
+        # even if the tree has fewer levels.
         spec, layout, device = self.spec, self.layout, self.device
         self.block_width = spec.first_proposing_row + layout.steps if all(spec.is_causal_layer) else layout.block_rows
         self.num_known = torch.ones(layout.max_batch, dtype=torch.int64, device=device)
@@ -59,8 +60,8 @@ class OnePassDrafter(ModelDrafter[BlockModel]):
         return hidden[:, first : first + self.layout.steps]
 
     def _block_nodes(self, slots: BatchState, positions: Tensor) -> list[Nodes]:
-        """Returns the Nodes of each layer: which rows the rows of a block attend to."""
-        # Attention uses positions for windows only.
+        """Returns, for each layer, the Nodes that say to which rows of the block a row attends."""
+        # Here attention reads positions only to apply sliding windows.
         at = slots.prefix_len[:, None].expand(-1, self.block_width) if self.spec.windows_end_at_root else positions
         nodes = {
             is_causal: Nodes(at, at, self.ancestor_bits[is_causal].expand(slots.batch, -1, -1))
@@ -72,7 +73,7 @@ class OnePassDrafter(ModelDrafter[BlockModel]):
         self, slots: BatchState, target_features: Tensor | None, length: Tensor, last_tokens: LastTokens | None = None
     ) -> None:
         assert target_features is not None
-        # The context rows of tokens n .. n+length-1.  The padding up to W rows is not committed.
+        # Computes the context rows of tokens n .. n+length-1.  The rows after them are padding and are not committed.
         positions, tokens, page_rows = read_chain(slots, 0, length, target_features.shape[1])
         prefix = Prefix(slots.page_table, slots.prefix_len)
         p = self.cache.begin_pass(prefix, Nodes.chain(positions), tokens, page_rows=page_rows.flatten())
@@ -90,7 +91,8 @@ def best_paths(
 ) -> Tree:
     """Returns the tree of the best paths.
 
-    roots: [B, 1]; edges: logits that depend on the tokens before; None to use logits [B, steps, draft vocabulary]."""
+    roots: [B, 1].  logits: [B, steps, draft vocabulary].  edges: give logits that depend on the previous tokens; None
+    to use `logits`."""
     if edges is None:
         no_scores = roots.scores.expand(-1, logits.shape[1])
         candidates = plain_candidates(
@@ -102,18 +104,18 @@ def best_paths(
 
 
 def plain_candidates(tokens: Tensor, scores: Tensor) -> Candidates:
-    """Returns candidates [B, S, K] whose scores do not depend on the tokens before.  So all candidates of a depth are
-    followed by the same row of the next depth."""
+    """Returns the candidates of S depths, from tokens and scores [B, S, K] that do not depend on the previous tokens.
+    So all candidates of a depth have the same K candidates of the next depth as children."""
     return Candidates(tokens[:, :, None], scores[:, :, None], torch.zeros_like(tokens, dtype=torch.int32)[:, :, None])
 
 
 def edge_candidates(
     rows: DepthRows, steps: int, topk: int, next_depth: Callable[[int, DepthRows, Candidates], DepthRows]
 ) -> Candidates:
-    """Returns candidates whose scores depend on the tokens before.
+    """Returns candidates whose scores depend on the previous tokens.
 
-    rows: the roots.  next_depth: called with (a depth from 0, its rows, the candidates to fill); returns the next rows.
-    """
+    rows: the roots.  next_depth: a function of (depth, from 0 on; the rows whose children have this depth; the
+    candidates of this depth, which it fills).  It returns the rows of the next depth."""
     candidates = Candidates.empty(rows.tokens[:, 0], steps, topk)
     for depth in range(steps):
         rows = next_depth(depth, rows, candidates.at_depth(depth, rows.tokens.shape[1]))
@@ -121,8 +123,7 @@ def edge_candidates(
 
 
 def block_rows(slots: BatchState, offset: int, num_known: Tensor, width: int, mask_token: int) -> TokenChain:
-    """Returns `width` rows of a block, from position prefix_len + `offset` on.
+    """Returns the `width` input rows of a block, from position prefix_len + `offset` on.
 
-    num_known: [B], how many of a request's first rows hold tokens of its history; the others hold `mask_token`.
-    """
+    num_known: [B], how many rows at the start hold tokens of the request's history; the others hold `mask_token`."""
     return read_chain(slots, offset, num_known, width, mask_token)

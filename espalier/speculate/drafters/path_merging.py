@@ -1,8 +1,8 @@
-"""Adds other sources to a drafter: the paths of the sources are merged into the drafter's trees.
+"""Merges the token paths of other sources (such as the request's own text) into the trees of a drafter.
 
 The drafter itself does not change.  The scores of the drafter's nodes and of the paths become log-probabilities of
-acceptance, so that they can be compared (calibrate.py).  A drafter without a model, such as n-gram lookup, may have
-sources too.  In a round without a draft pass, the tree is made of the paths alone.
+acceptance, so that they can be compared (calibrate.py).  This also works for a drafter without a model, such as n-gram
+lookup.  In a round without a draft pass, the tree is made of the paths alone.
 """
 
 from functools import partial
@@ -71,7 +71,7 @@ class PathMergingDrafter:
         paths, table = self._source_paths(slots), slots.table
         paths = None if have_no_paths(paths) else paths
         if not self.layout.shared_rows and paths is None:
-            # Only the draft's own scores are compared with one another, so they need no calibration.
+            # The draft's scores are compared only with one another, within one request, so they need no calibration.
             table.candidates.index_fill_(0, slots.index, VOID)
             return tree
         if self.layout.drafts:
@@ -102,10 +102,11 @@ class PathMergingDrafter:
 
 
 def _pad_to_field(values: Tensor, field: Tensor) -> Tensor:
-    """Returns values [..., n] of a round, padded to the width of the slot-table field, which fits the largest tree."""
+    """Returns values [..., n], padded to the width of a field of the slot table, which fits the largest tree."""
     return torch.nn.functional.pad(values, (0, field.shape[-1] - values.shape[-1]), value=VOID)
 
 
 def have_no_paths(paths: Paths | None) -> bool:
-    """Whether there are certainly no paths.  On a GPU, only None counts: reading `paths` would wait for the GPU."""
+    """Whether it is known that there are no paths.  On a GPU, the content of `paths` is not known: reading it would
+    wait for the GPU."""
     return paths is None or (not paths.kinds.is_cuda and not bool(paths.kinds.any()))

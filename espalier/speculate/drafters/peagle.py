@@ -1,8 +1,8 @@
-"""A drafter for P-EAGLE heads, in the forms of vLLM's speculators and of vLLM.
+"""A drafter for P-EAGLE heads, in the checkpoint forms of the library speculators and of vLLM.
 
 `extend` works as for EAGLE-3: it commits the rows of decided tokens up to the root, and stores the root's output in the
-slot.  `begin` computes depth 1 from this output.  For the other depths it runs one pass over mask tokens, one for each
-depth.  The best paths become the tree.
+slot.  `begin` computes the logits of depth 1 from this output.  For the other depths, `begin` runs one pass with a mask
+token for each depth.  The best paths become the tree.
 """
 
 from functools import partial

@@ -1,4 +1,4 @@
-"""The draft formats, one of which is chosen by config.json, and the drafters that need no files."""
+"""The checkpoint formats of drafts, and the drafters that need no files.  config.json decides which format applies."""
 
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -32,7 +32,7 @@ FIRST_LAYER_WEIGHT = "model.layers.0.input_layernorm.weight"
 EAGLE_CHECKS = (
     "eagle_aux_hidden_state_layer_ids (top-level ids name layers' inputs, those in eagle_config their outputs)"
 )
-# Two mistakes leave an accept length near 1: layer ids off by one, and the wrong row for depth 1.
+# With layer ids that are off by one, or the wrong row for depth 1, the accept length is near 1.
 BLOCK_CHECKS = (
     "the target layers that it reads (target_layer_ids name their outputs, aux_hidden_state_layer_ids their "
     "inputs), mask_token_id and sample_from_anchor"
@@ -108,7 +108,7 @@ BUILT_IN_FORMATS = (
         sharding="as target",
     ),
 )
-# The formats, by algorithm.  To add a format from outside this package: DRAFT_FORMATS[FORMAT.algorithm] = FORMAT.
+# The formats, by algorithm.  Code outside this package adds a format by DRAFT_FORMATS[FORMAT.algorithm] = FORMAT.
 DRAFT_FORMATS: dict[str, DraftFormat] = {draft_format.algorithm: draft_format for draft_format in BUILT_IN_FORMATS}
 # Names of unsupported drafts, by architecture or speculators_model_type.
 UNSUPPORTED_DRAFTS = {
@@ -121,8 +121,9 @@ UNSUPPORTED_MTP = {
     **dict.fromkeys(("Step3p5ForCausalLM", "Step3p5MTP"), "Step-3.5"),
     **dict.fromkeys(("Qwen3NextForCausalLM", "Qwen3NextMTP"), "Qwen3-Next"),
 }
-# Drafters that need no files, by algorithm.  To add one from outside this package: WITHOUT_FILES["name"] = ITS_CLASS.
-# Child processes see only entry points of installed packages, in the group ENTRY_POINTS.
+# Drafters that need no files, by algorithm.  Code outside this package adds a drafter by WITHOUT_FILES["name"] = CLASS.
+# Child processes do not see such an addition.  They find drafters only by the entry points (in the group ENTRY_POINTS)
+# of installed packages.
 WITHOUT_FILES: dict[str, type[DrafterWithoutFiles]] = {
     drafter.spec.algorithm: drafter for drafter in (NgramDrafter, NoDrafter)
 }
@@ -137,8 +138,7 @@ def algorithms() -> tuple[str, ...]:
 def drafter_without_files(algorithm: str) -> type[DrafterWithoutFiles] | None:
     """Returns the drafter class of an algorithm that needs no files; None for other algorithms.
 
-    Raises EspalierError if the class's `spec` declares files.
-    """
+    Raises EspalierError if the class's `spec` declares files."""
     drafter = WITHOUT_FILES.get(algorithm)
     if drafter is None and algorithm not in DRAFT_FORMATS:
         for point in entry_points(group=ENTRY_POINTS, name=algorithm):
@@ -194,10 +194,9 @@ def _why_unknown(config_json: Json, path: Path) -> str:
 def is_draft(path: Path, is_expected: bool = False) -> bool:
     """Whether the directory holds a draft.
 
-    A target with its own MTP layers is a target.  A directory with such layers alone has the target's config.json, but
-    no first layer, so it is a draft.
-    is_expected: raise EspalierError, as format_of does, if the directory holds neither a target nor a known draft.
-    """
+    A target with its own MTP layers is no draft.  A directory with MTP layers alone is a draft: it has the target's
+    config.json, but not the target's first layer.
+    is_expected: raise EspalierError, as format_of does, if the directory holds neither a target nor a known draft."""
     if is_gguf(path):
         return False
     config_json = read_json(path / "config.json")
@@ -220,8 +219,7 @@ def draft_algorithm(path: Path) -> str:
 def draft_of_target(path: Path, target: ModelConfig, algorithm: str) -> Path | None:
     """Returns the directory of the target at `path`, if it holds a draft beside the target; else None.
 
-    algorithm: the algorithm that must be able to run the draft, or "auto" for any.
-    """
+    algorithm: the algorithm that must be able to run the draft, or "auto" for any."""
     formats = (draft_format for draft_format in DRAFT_FORMATS.values() if algorithm in ("auto", draft_format.algorithm))
     return (
         path
@@ -233,8 +231,7 @@ def draft_of_target(path: Path, target: ModelConfig, algorithm: str) -> Path | N
 def read_draft(path: Path | str, target: ModelConfig) -> DraftConfig:
     """Parses a draft's config.json and checks it against its target's config.  Loads no weights.
 
-    Raises EspalierError for an unknown format, and for a draft that does not fit this target.
-    """
+    Raises EspalierError for an unknown format, and for a draft that does not fit this target."""
     path = Path(path)
     config_json = read_raw_config(path)
     with add_path_to_errors(path):
@@ -242,8 +239,9 @@ def read_draft(path: Path | str, target: ModelConfig) -> DraftConfig:
 
 
 def draft_shards(config: DraftConfig | None, shards: Shards) -> Shards:
-    """Returns the part of a draft for a rank that holds `shards` of the target; SINGLE_RANK for the whole draft.
-    config: None for a drafter without a model."""
+    """Returns the part of a draft that a rank holds; SINGLE_RANK if the rank holds the whole draft.
+
+    config: None for a drafter without a model.  shards: the part of the target that the rank holds."""
     if config is None or shards.count == 1:
         return SINGLE_RANK
     sharding = DRAFT_FORMATS[config.spec.algorithm].sharding
@@ -261,12 +259,10 @@ def load_draft(
     position_rows: int,
     shards: Shards = SINGLE_RANK,
 ) -> DraftModel:
-    """Loads a draft.  The target must have been loaded with captured_layers=read_draft(path,
-    target.config).spec.captured_layers.
+    """Loads a draft.  Raises EspalierError, which names the part that does not fit the target.
 
-    shards: the part of the target that this rank holds; draft_shards gives the part of the draft.
-    Raises EspalierError, which names the part that does not fit.
-    """
+    target: loaded with captured_layers=read_draft(path, target.config).spec.captured_layers.
+    position_rows: the number of rows of position tables.  shards: the part of the target that this rank holds."""
     path = Path(path)
     config = read_draft(path, target.config)
     if target.captured_layers != config.spec.captured_layers:
@@ -283,8 +279,7 @@ def load_draft(
 def make_drafter(algorithm: str, draft: DraftModel | None, layout: RoundLayout, cache: ModelCache) -> Drafter:
     """Makes the drafter of an algorithm.  cache: the cache of the draft's layers; without a draft, it has no layers.
 
-    Raises EspalierError if the algorithm needs a draft and `draft` is None.
-    """
+    Raises EspalierError if the algorithm needs a draft and `draft` is None."""
     if drafter := drafter_without_files(algorithm):
         return drafter(layout, RootTrees(layout.max_batch, cache.pages.device))
     if draft is None:

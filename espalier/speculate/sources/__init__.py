@@ -1,1 +1,1 @@
-"""Sources propose paths of tokens beside the draft.  merge_paths.py joins all paths with the draft's trees."""
+"""Sources propose paths of tokens in addition to the draft.  merge_paths.py joins the paths with the draft's trees."""

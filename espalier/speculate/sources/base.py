@@ -1,10 +1,9 @@
 """The contract of a source: it proposes paths of tokens that may follow a request's text, and rates how well each path
 matches the text.
 
-A source on the device makes Paths from the slot table (text.py).  A source on the host makes Guesses: the same paths as
-plain values, which a launch sends to the device, where sent.py makes Paths of them.  merge_paths.py joins all paths
-with the draft's tree.
-"""
+A source on the device makes Paths from the slot table (text.py).  A source on the host makes Guesses, which are paths
+as plain values.  A launch sends the guesses to the device, where sent.py turns them into Paths.  merge_paths.py joins
+all paths with the draft's tree."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -15,18 +14,20 @@ from torch import Tensor
 from espalier.request import Request
 from espalier.slots import MATCH_STRENGTHS, SOURCES, Guess
 
-# At most this many tokens are compared to find how well a place matches.
+# At most this many tokens before a place in a text are compared with the last tokens of the request.
 MAX_MATCHING = 16
 
 
 def path_kind(source: str, strength: int) -> int:
-    """Returns the number that stands for a source and a strength, from 1 on.  strength: from 1 to MATCH_STRENGTHS."""
+    """Returns the kind, a number from 1 on that stands for a source and a match strength (1 to MATCH_STRENGTHS)."""
     return 1 + SOURCES.index(source) * MATCH_STRENGTHS + strength - 1
 
 
 def match_strength(num_matching: int) -> int:
-    """Returns the strength of a guess, 1 to MATCH_STRENGTHS.  num_matching: how many tokens before the place from
-    which the guess was copied equal the last tokens of the request's text."""
+    """Returns the match strength of a guess, from 1 to MATCH_STRENGTHS.
+
+    num_matching: how many tokens right before the place from which the guess was copied are equal to the last tokens of
+    the request's text."""
     return min(MATCH_STRENGTHS, max(num_matching, 1).bit_length())
 
 

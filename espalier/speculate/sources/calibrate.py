@@ -1,10 +1,12 @@
-"""Replaces the draft's scores by the share of recent nodes of the same kind that were accepted.
+"""Replaces the draft's scores by measured log-probabilities: how often recent nodes of the same kind were accepted.
 
-The kind of a draft's node is a number made of three values: the node's rank among its siblings, the class of the
-draft's probability for the node's token (one of NUM_CONFIDENCE_LEVELS), and whether the request samples.
-The new probability of a node after its parent is the survival of the node's kind at its depth (the share of such nodes
-that were accepted), times the skill of the draft in this request (survival.py counts both).  The sum of these
-logarithms from the root down is the new score.  All sizes are static, so that a CUDA graph can capture this."""
+The kind of a draft's node is a number made of three values: the node's rank among its siblings, its confidence level,
+and whether the request has a temperature above 0.  The confidence level is the range (one of NUM_CONFIDENCE_LEVELS)
+that contains the draft's probability of the node's token.
+The survival of a kind at a depth is the share of such nodes that were accepted, of those whose parent was accepted.
+The probability of a node after its parent is the survival of its kind at its depth, times the draft's skill in this
+request.  survival.py counts both.  The new score is the sum of the logarithms of these probabilities, from the root
+down.  All sizes are static, so that a CUDA graph can capture this."""
 
 import math
 from typing import NamedTuple, Self
@@ -27,8 +29,8 @@ from espalier.slots import (
 
 # The highest probability of a node after its parent.  It is below 1, so that a child scores lower than its parent.
 MAX_STEP_PROBABILITY = 0.98
-# The confidence level of probability p is this times the square root of -log p, rounded down; 0 is the surest.  So the
-# levels are separated by p = 0.92, 0.72, 0.48, 0.27, 0.13, 0.05, 0.02.
+# The confidence level of a probability p is CONFIDENCE_SCALE · √(-log p), rounded down.  Level 0 is the surest.  So the
+# bounds between the levels are p = 0.92, 0.72, 0.48, 0.27, 0.13, 0.05, 0.02.
 CONFIDENCE_SCALE = 3.5
 # The weight of the draft's own score, which decides between nodes of the same kind.
 TIE_BREAK_WEIGHT = 1e-3
@@ -39,7 +41,7 @@ DEPTH_SHIFT, PARENT_SHIFT, TOKEN_SHIFT = 12, 24, 40
 def draft_node_kinds(tree: Tree, is_sampled: Tensor) -> Tensor:
     """Returns [B, D] int64: the kinds of a draft's nodes, from PATH_KINDS on; 0 for roots and void nodes.
 
-    is_sampled: [B] bool, whether the request samples."""
+    is_sampled: [B] bool, whether the request has a temperature above 0."""
     log_p = _step_log_probability(tree)
     confidence_level = (CONFIDENCE_SCALE * (-log_p).clamp(min=0).sqrt()).clamp(max=NUM_CONFIDENCE_LEVELS - 1).long()
     is_sibling = tree.parents[:, :, None] == tree.parents[:, None]
@@ -51,15 +53,15 @@ def draft_node_kinds(tree: Tree, is_sampled: Tensor) -> Tensor:
 
 
 def middle_probability(confidence_level: int) -> float:
-    """Returns the draft's probability at the middle of a confidence level."""
+    """Returns the probability in the middle of a confidence level, which is a range of the draft's probabilities."""
     return math.exp(-(((confidence_level + 0.5) / CONFIDENCE_SCALE) ** 2))
 
 
 def calibrate_scores(tree: Tree, kinds: Tensor, survival: Tensor, draft_skill: Tensor) -> Tree:
     """Returns the same trees with calibrated scores.
 
-    kinds: [B, D], from `draft_node_kinds`; survival: [NODE_KINDS, S] and draft_skill: [B, 1], both float32 as in
-    SlotTable."""
+    kinds: [B, D], from `draft_node_kinds`.  survival: [NODE_KINDS, S] float32, by kind and depth, and
+    draft_skill: [B, 1] float32, by request; both are logarithms (survival.py)."""
     is_no_guess = _is_root_or_void(tree)
     step = (survival[kinds, (tree.depths - 1).clamp(min=0)] + draft_skill).clamp(max=math.log(MAX_STEP_PROBABILITY))
     step = (step + TIE_BREAK_WEIGHT * _step_log_probability(tree)).masked_fill(is_no_guess, 0)
@@ -99,15 +101,15 @@ class CandidateNodes(NamedTuple):
 
     @property
     def draft_sequences(self) -> set[tuple[int, ...]]:
-        """The token sequences, from depth 1 down to a node, of all nodes that the draft proposed to one request."""
-        above: list[tuple[int, ...]] = []
+        """The token sequences, from depth 1 to a node, of all nodes that the draft proposed for one request."""
+        sequences: list[tuple[int, ...]] = []
         for exists, parent, token in zip(self.exists, self.parents.tolist(), self.tokens.tolist(), strict=True):
-            above.append((*above[parent], token) if exists else ())
-        return {tokens for tokens, kind in zip(above, self.kinds.tolist(), strict=True) if kind >= PATH_KINDS}
+            sequences.append((*sequences[parent], token) if exists else ())
+        return {tokens for tokens, kind in zip(sequences, self.kinds.tolist(), strict=True) if kind >= PATH_KINDS}
 
 
 def requests_that_sample(slots: BatchState) -> Tensor:
-    """Returns [B] bool: whether the draft's scores for a request contain noise, because the request samples."""
+    """Returns [B] bool: whether a request has a temperature above 0, so that the draft's scores contain noise."""
     return slots.table.temperature.index_select(0, slots.index) > 0
 
 
@@ -122,7 +124,7 @@ def root_only_trees(root: Tensor, num_nodes: int, num_ancestor_words: int) -> Tr
 
 
 def _step_log_probability(tree: Tree) -> Tensor:
-    """Returns [B, D]: the draft's log-probability of a node's token after the parent; -inf for a void node."""
+    """Returns [B, D]: the draft's log-probability of each node's token, given the parent; -inf for a void node."""
     return (tree.scores - tree.scores.gather(1, tree.parents)).clamp(max=0)
 
 

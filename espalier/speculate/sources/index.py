@@ -1,8 +1,8 @@
-"""A source that searches the texts that the engine has served, and guesses the tokens that followed the same tokens.
+"""A source that finds the request's last tokens in texts that the engine has served, and guesses what followed there.
 
 The texts are kept in a ring buffer of tokens.  For the latest occurrence of each n-gram, a hash table holds the ring
 index of the n-gram's last token.  Ring and tables have a fixed size, so another text may have replaced the text at that
-index.  Therefore the tokens there are compared before a guess is made.  A request sees only texts of its own client.
+index.  So before a guess is made, the tokens at the index are compared.  A request sees only texts of its own client.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,8 @@ class IndexSource(HostSource):
     def __init__(self, num_bytes: int) -> None:
         self.ring_size = max(num_bytes // BYTES_PER_TOKEN, 1)
         self.tokens = np.full(self.ring_size, -1, dtype=np.int32)
-        # For each token: its client's salt in the high bits, its text's number in the low TEXT_NUMBER_BITS.
+        # For each token of the ring: the salt of its client in the high bits, and the number of its text in the low
+        # TEXT_NUMBER_BITS bits.
         self.text_ids = np.zeros(self.ring_size, dtype=np.int64)
         self.ring_index_tables = {length: np.full(self.ring_size, -1, dtype=np.int64) for length in NGRAM_LENGTHS}
         self.ring_end = 0
@@ -43,7 +44,7 @@ class IndexSource(HostSource):
         places = (self.ring_end + np.arange(len(text))) % self.ring_size
         self.num_texts += 1
         self.tokens[places] = text
-        # Salt and number tell neighbouring texts apart, so that no n-gram crosses from one text to the next.
+        # Salt and number tell neighbouring texts apart, so that a match ends where its text begins.
         self.text_ids[places] = salt << TEXT_NUMBER_BITS | self.num_texts % (1 << TEXT_NUMBER_BITS)
         self.ring_end = (self.ring_end + len(text)) % self.ring_size
         for length, table in self.ring_index_tables.items():
@@ -63,8 +64,7 @@ class IndexSource(HostSource):
     ) -> list[tuple[int, tuple[int, ...]]]:
         """Returns (number of matching tokens, the tokens that followed) for each place with the same last tokens.
 
-        The places of longer n-grams come first.
-        """
+        The places of longer n-grams come first."""
         text, found_continuations, seen_places = np.array(last_tokens, dtype=np.int64), [], set()
         for length, table in self.ring_index_tables.items():
             if len(last_tokens) < length:
@@ -82,16 +82,18 @@ class IndexSource(HostSource):
     def _num_matching(self, text: np.ndarray, place: int, salt: int) -> int:
         """Returns how many tokens of the ring, up to index `place`, equal the last tokens of `text`.
 
-        The count ends where the stored text at `place` begins.  It is 0 if that text has another salt."""
+        The count ends where the stored text at `place` begins.  It is 0 if that text is from a client with another
+        salt."""
         if self.text_ids[place] >> TEXT_NUMBER_BITS != salt:
             return 0
-        # The comparison stops at the oldest token of the ring.  The newest token is before it, maybe of the same text.
+        # The comparison stops at the oldest token of the ring.  In the ring, the newest token comes right before it.
         text = text[-((place - self.ring_end) % self.ring_size + 1) :]
         places = (place - np.arange(len(text))) % self.ring_size
         equal = (self.tokens[places] == text[::-1]) & (self.text_ids[places] == self.text_ids[place])
         return int(equal.cumprod().sum())
 
     def _tokens_after(self, place: int, max_length: int) -> tuple[int, ...]:
+        """Returns up to `max_length` tokens that follow ring index `place` in the same text."""
         places = (place + 1 + np.arange(min(max_length, (self.ring_end - place - 1) % self.ring_size))) % self.ring_size
         inside = (self.text_ids[places] == self.text_ids[place]).cumprod().sum()
         return tuple(self.tokens[places[:inside]].tolist())

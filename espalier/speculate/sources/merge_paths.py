@@ -12,20 +12,20 @@ from espalier.kernels.ops.tree import VOID, Tree, comparable_scores
 from espalier.slots import UNDRAFTED_OFFSET
 from espalier.speculate.sources.base import Paths
 
-# Pads a node's sequence of tokens after the node's depth.  This number differs from every token and from VOID.
+# Pads the token sequence of a node to the greatest depth.  This number differs from every token and from VOID.
 SEQUENCE_PADDING = -2
 
 
 def merge_paths(
     tree: Tree, node_kinds: Tensor, paths: Paths, survival: Tensor, steps: int, is_drafted: bool = True
 ) -> tuple[Tree, Tensor]:
-    """Makes trees of the same size from the best nodes of the draft's trees and of the paths.  Returns (trees, kinds).
+    """Makes trees from the best nodes of the draft's trees and of the paths.  Returns (trees, kinds of their nodes).
 
-    node_kinds: [B, D], the kinds of the draft's nodes (calibrate.py); survival: [NODE_KINDS, S] float32, the
-    log-probability that a node of a kind is right at a depth if its parent is right; steps: the greatest depth;
-    is_drafted: whether a draft made the trees.
-    Nodes are ordered by score.  Among equal scores, the draft's node comes first, then the first path's node.  So a
-    parent comes before its children."""
+    node_kinds: [B, D], the kinds of the draft's nodes (calibrate.py).  survival: [NODE_KINDS, S] float32, the
+    log-probability that a node of a kind is accepted at a depth if its parent is accepted.  steps: the greatest depth.
+    is_drafted: whether `tree` comes from a draft pass, and is not only a root.
+    Nodes are ordered by score.  Among equal scores, the draft's nodes come first, then the paths' nodes, in their
+    order.  So a parent comes before its children."""
     sequences = torch.cat((tree_sequences(tree, steps), path_sequences(paths.tokens[..., :steps])), 1)
     exists = _existing_nodes(tree, paths, steps)
     size = exists.shape[1]
@@ -51,7 +51,7 @@ def merge_paths(
 
 
 def tree_sequences(tree: Tree, steps: int) -> Tensor:
-    """Returns [B, D, S]: for each node the tokens from depth 1 down to it, then SEQUENCE_PADDING."""
+    """Returns [B, D, S]: for each node the tokens on its path from depth 1 to the node, then SEQUENCE_PADDING."""
     nodes = tree.tokens.shape[1]
     lineage = unpack_bits(tree.ancestors, nodes)
     at = torch.where(lineage, tree.depths[:, None], 0)
@@ -60,14 +60,16 @@ def tree_sequences(tree: Tree, steps: int) -> Tensor:
 
 
 def path_sequences(tokens: Tensor) -> Tensor:
-    """Returns [B, P · S, S]: for each node of paths [B, P, S] its tokens from depth 1 on, then SEQUENCE_PADDING."""
+    """Returns [B, P · S, S]: for each node of the paths with tokens [B, P, S], the tokens of the path from depth 1 to
+    the node, then SEQUENCE_PADDING."""
     steps = tokens.shape[2]
     above = torch.ones(steps, steps, dtype=torch.bool, device=tokens.device).tril()
     return torch.where(above, tokens[:, :, None], SEQUENCE_PADDING).flatten(1, 2)
 
 
 def _existing_nodes(tree: Tree, paths: Paths, steps: int) -> Tensor:
-    """Returns [B, D + P · S] bool: whether a node is not void.  A path of kind 0 is void, although it has tokens."""
+    """Returns [B, D + P · S] bool: whether a node of the trees, or of the paths, is not void.  All nodes of a path of
+    kind 0 are void."""
     drafted = tree.tokens != VOID
     # The root exists, whatever its token.
     drafted[:, 0] = True
@@ -78,11 +80,11 @@ def _existing_nodes(tree: Tree, paths: Paths, steps: int) -> Tensor:
 def _build_tree(tree: Tree, paths: Paths, chosen: Tensor, first_equal: Tensor, best_scores: Tensor, steps: int) -> Tree:
     """Returns the tree of the nodes `chosen` [B, D], in this order.  Parents come before their children.
 
-    first_equal: for each node, the first node with the same tokens; best_scores: the scores, -inf for dropped nodes."""
+    first_equal: for each node, the first node with the same token sequence.  best_scores: -inf for dropped nodes."""
     (batch, size), drafted = best_scores.shape, tree.tokens.shape[1]
     device = best_scores.device
     order = torch.arange(size - drafted, device=device)
-    # For each node of a path, the node before it.  Before the first node: the root.
+    # For each node of a path, its parent: the node before it in the path, or the root for the first node.
     before = torch.where(order % steps == 0, 0, drafted + order - 1).expand(batch, -1)
     parents = first_equal.gather(1, torch.cat((tree.parents, before), 1))
     place = torch.zeros_like(first_equal).scatter_(

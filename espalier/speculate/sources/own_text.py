@@ -1,7 +1,7 @@
-"""The source `text` on the host, which searches the request's own text: its prompt and output so far.
+"""The source "text" on the host: finds the request's last tokens in its prompt and output, and guesses what followed.
 
 The source is used if the host knows all tokens of a request before each round.  Tables map each n-gram to the position
-after its last occurrence.  Each token enters the tables once, so the cost of a round is constant."""
+after its last occurrence.  Each token enters the tables once, so a round costs the same however long the text is."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ NGRAM_LENGTHS = (4, 2, 1)
 
 
 class IndexedText:
-    """A request's tokens.
+    """A request's tokens, indexed by n-grams.
 
     next_positions: for each length of NGRAM_LENGTHS, a map from an n-gram to the position after its last occurrence."""
 
@@ -32,8 +32,8 @@ class IndexedText:
             self.tokens.append(token)
 
     def find_continuations(self, num_tokens: int) -> list[tuple[int, tuple[int, ...]]]:
-        """Returns (number of matching tokens, `num_tokens` tokens that followed) for each place with the same last
-        tokens.  The places of longer n-grams come first.
+        """Returns, for each place after tokens that equal the last tokens: (number of equal tokens, the next
+        `num_tokens` tokens from the place on).  Places after longer n-grams come first.
 
         If the text ends before `num_tokens` tokens, the text from the place on is repeated."""
         tokens, end, by_place = self.tokens, len(self.tokens), {}

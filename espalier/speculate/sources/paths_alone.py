@@ -1,8 +1,7 @@
-"""Makes the trees of the host's guesses in a round without a draft pass, on a CPU.
+"""For a round without a draft pass, on a CPU: makes the trees from the host's guesses alone.
 
-merge_paths.py would make the same trees from the roots and the paths of sent.py.  For so few nodes, a loop over single
-nodes is faster than operations on tensors.
-"""
+merge_paths.py would make the same trees from the paths of sent.py.  These trees have so few nodes that a loop over
+single nodes is faster than operations on tensors."""
 
 import math
 
@@ -19,8 +18,8 @@ VOID_NODE = (VOID, 0, 1, -math.inf, 0)
 
 
 def trees_of_guesses(slots: BatchState, num_nodes: int, steps: int, num_ancestor_words: int) -> tuple[Tree, Tensor]:
-    """Returns a tree [B, nodes] for each request, made of the guessed paths in the slot table, and the kind of each
-    node, [B, nodes]: the number of its source and match strength (espalier/slots.py)."""
+    """Returns (trees, kinds), [B, nodes] each.  The trees are made of the guessed paths in the slot table.  A node's
+    kind is the number that stands for its source and match strength (espalier/slots.py)."""
     table, survival = slots.table, slots.table.survival.tolist()
     rows = table.guesses.index_select(0, slots.index).tolist()
     trees = []
@@ -58,8 +57,7 @@ def _add_guess_path(
 ) -> None:
     """Adds a path.  Nodes with the same tokens from the root down become one node, with the higher of their scores.
 
-    node_indices: the index in `tree_nodes` of each node, by its token and parent.
-    """
+    node_indices: the index in `tree_nodes` of each node, by its token and parent."""
     parent, score = 0, 0.0
     for depth, token in enumerate(tokens):
         if token == NO_TOKEN:

@@ -1,5 +1,5 @@
-"""A source for `prediction`, a text that the client expects as the output.  The source tracks up to which token of the
-prediction the output has come."""
+"""A source for `prediction`, a text that the client expects as the output.  The source tracks how far the output has
+followed the prediction, and guesses the next tokens of the prediction."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ from espalier.request import Request
 from espalier.slots import Guess
 from espalier.speculate.sources.base import HostSource, match_strength, path_kind
 
-# When the output differs from the prediction, its last REJOIN_TOKENS tokens are looked up in the prediction.
+# When the output has left the prediction, the last REJOIN_TOKENS tokens of the output are looked up in the prediction.
 REJOIN_TOKENS = 3
 
 
@@ -16,10 +16,10 @@ REJOIN_TOKENS = 3
 class PredictionProgress:
     """A predicted text, and how far the output has followed the text.
 
-    tokens: the prediction; ngram_ends: for each n-gram of REJOIN_TOKENS tokens, the positions after its occurrences, in
-    order; next_position: the position in `tokens` of the expected next token; num_matching: how many tokens in a row
-    agreed before next_position; has_appeared: for each token of the prediction, whether the output has contained it.
-    """
+    tokens: the prediction.  ngram_ends: for each n-gram of REJOIN_TOKENS tokens, the positions after its occurrences,
+    in order.  next_position: the index in `tokens` of the expected next token.  num_matching: how many of the tokens
+    right before next_position agree with the output.  has_appeared: for each token, whether the output has contained
+    it."""
 
     tokens: Sequence[int]
     ngram_ends: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
@@ -33,7 +33,7 @@ class PredictionProgress:
             self.ngram_ends.setdefault(tuple(self.tokens[end - REJOIN_TOKENS : end]), []).append(end)
 
     def add_token(self, last_tokens: Sequence[int]) -> None:
-        """Adds the last token of `last_tokens`, which are the output's last 1 to REJOIN_TOKENS tokens."""
+        """Follows one more output token.  last_tokens: the output's last REJOIN_TOKENS tokens, including this one."""
         if self.next_position < len(self.tokens) and self.tokens[self.next_position] == last_tokens[-1]:
             self.has_appeared[self.next_position] = True
             self.next_position += 1

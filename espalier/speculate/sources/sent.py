@@ -2,8 +2,7 @@
 
 The host does not know the tokens that rounds in flight decide.  So a guess begins right after the last token that the
 host knew.  The device compares the first tokens of the guess with the tokens decided since then.  If they are equal,
-the rest of the guess is a path; otherwise the guess gives no path.  So guesses of an earlier launch do no harm.
-"""
+the rest of the guess becomes a path.  Otherwise the guess is ignored, so old guesses in the table do no harm."""
 
 import torch
 

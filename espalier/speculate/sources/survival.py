@@ -1,10 +1,8 @@
-"""Counts how often guesses are correct, by kind (the source and how well the guess matched: slots.py) and by depth.
+"""Counts how often guesses are correct, by depth and by kind (the source, and how well the guess matched: slots.py).
 
-The counts are over all requests, and for the draft also by request.
-The counts come from results that the host reads anyway.  Each guess is counted once, when the host reads the result of
-its round, whether or not the guess was verified.  So equal requests in equal order give equal numbers.  Old counts lose
-weight.
-"""
+All requests are counted together, and the draft's guesses also for each request.  The counts come from results that the
+host reads anyway.  Each guess is counted once, when the host reads the result of its round, even if the guess was not
+verified.  So equal requests in equal order give equal numbers.  Old counts lose weight."""
 
 import math
 from collections.abc import Sequence
@@ -24,8 +22,8 @@ from espalier.slots import (
 )
 from espalier.speculate.sources.calibrate import CandidateNodes, middle_probability
 
-# The assumed survival of each source's guesses (the share that is right), by strength.  A match of m tokens in "text"
-# is assumed to survive with probability m / (m + 1).  For a draft's nodes the draft's own probability is assumed.
+# The assumed share of guesses that are right, for each source, at match strengths 1 to MATCH_STRENGTHS.  After a match
+# of m tokens in "text", m / (m + 1) is assumed.  For a draft's nodes, the draft's own probability is assumed.
 INITIAL_SURVIVAL = {
     "text": (1 / 2, 2 / 3, 3 / 4, 4 / 5),
     "prediction": (0.6, 0.8, 0.9, 0.95),
@@ -33,7 +31,7 @@ INITIAL_SURVIVAL = {
 }
 # INITIAL_SURVIVAL is multiplied by this for nodes that the draft of the same round does not propose.
 UNDRAFTED_FACTOR = 0.4
-# INITIAL_SURVIVAL is multiplied by this for a request that samples.
+# INITIAL_SURVIVAL is multiplied by this for a request with a temperature above 0.
 SAMPLED_FACTOR = 0.5
 # INITIAL_SURVIVAL has the weight of PRIOR_WEIGHT counted guesses.  A guess's weight is halved after GUESS_HALF_LIFE
 # later guesses of the same kind.
@@ -42,20 +40,20 @@ GUESS_HALF_LIFE = 256.0
 # The device gets the probabilities again once one of them has changed by MIN_PROBABILITY_CHANGE.  This is checked after
 # every MIN_COUNTS_TO_SEND counts.
 MIN_PROBABILITY_CHANGE, MIN_COUNTS_TO_SEND = 0.02, 8
-# A request's own count starts with REQUEST_PRIOR_WEIGHT nodes that were right as often as expected.  A node's weight is
-# halved after REQUEST_HALF_LIFE rounds.  The ratio in `draft_skill` is at least 1 / MAX_DRAFT_SKILL, and at most
-# MAX_DRAFT_SKILL.
+# A request's own counts start with REQUEST_PRIOR_WEIGHT draft nodes, as if all were expected to be right and were
+# right.  A node's weight is halved after REQUEST_HALF_LIFE rounds.  The ratio in `draft_skill` is at least 1 /
+# MAX_DRAFT_SKILL, and at most MAX_DRAFT_SKILL.
 REQUEST_PRIOR_WEIGHT, REQUEST_HALF_LIFE, MAX_DRAFT_SKILL = 2.0, 8.0, 50.0
 
 
 class SurvivalCounts:
     """The counts of right guesses.
 
-    num_tried, num_right: [NODE_KINDS, S], by kind and depth, how many guesses were right at all depths above, and how
-    many of these were right at this depth too.
-    path_counts: [2, 2, 1 + UNDRAFTED_OFFSET, S], by (whether the request samples; 0 for tried, 1 for right; kind;
-    depth).  Unlike num_tried and num_right, they do not separate tokens that a draft proposed from other tokens.
-    counts_of_request: by request id, (how many nodes of its draft were expected to be right, how many were)."""
+    num_tried: [NODE_KINDS, S], by kind and depth: how many guesses were right at all depths above.
+    num_right: [NODE_KINDS, S]: how many of these guesses were right at this depth too.
+    path_counts: [2, 2, 1 + UNDRAFTED_OFFSET, S], by (0 for greedy, 1 for sampling requests; 0 for tried, 1 for right;
+    kind; depth).  Here the kinds do not say whether the draft proposed the tokens too (UNDRAFTED_OFFSET).
+    counts_of_request: by request id: (how many nodes of its draft were expected to be right, how many were right)."""
 
     def __init__(self, steps: int) -> None:
         by_kind = [
@@ -76,8 +74,8 @@ class SurvivalCounts:
     def probabilities(self) -> np.ndarray:
         """[NODE_KINDS, S]: the probability that a guess is right at a depth if it was right at all depths above.
 
-        Few guesses reach a great depth, so each depth starts from the probability of the depth above, with the weight
-        of PRIOR_WEIGHT guesses."""
+        Few guesses reach a great depth.  So each depth starts from the probability of the depth above, which weighs as
+        much as PRIOR_WEIGHT guesses."""
         probabilities = np.empty_like(self.num_tried)
         above = self.initial_survival
         for depth in range(probabilities.shape[1]):
@@ -95,8 +93,8 @@ class SurvivalCounts:
     ) -> int:
         """Counts a path of a source.  Returns how many tokens at the path's start the target picked too.
 
-        emitted: the tokens that the target picked at the depths of the path; num_drafted: how many of the path's tokens
-        the draft proposed too; None without a draft."""
+        emitted: the tokens that the target picked at the depths of the path.  num_drafted: how many of the path's
+        tokens the draft proposed too; None without a draft."""
         self._num_counted += 1
         pairs = list(zip(path, emitted, strict=False))[: self.num_tried.shape[1]]
         num_followed = next((at for at, (predicted, got) in enumerate(pairs) if predicted != got), len(pairs))
@@ -115,8 +113,9 @@ class SurvivalCounts:
         return num_followed
 
     def path_probabilities(self, kind: int, is_sampled: bool = False) -> list[float]:
-        """Returns, for each depth, the probability that a path of this kind is right at all depths down to this one,
-        whether or not the draft proposes the same tokens."""
+        """Returns, for each depth d, the probability that a path of this kind is right at all depths from 1 to d.
+
+        The draft may or may not propose the same tokens."""
         above, steps = float(self.initial_survival[kind]) * (SAMPLED_FACTOR if is_sampled else 1.0), []
         for num_tried, num_followed in self.path_counts[int(is_sampled), :, kind].T.tolist():
             above = (num_followed + PRIOR_WEIGHT * above) / (num_tried + PRIOR_WEIGHT)
@@ -128,7 +127,8 @@ class SurvivalCounts:
     ) -> None:
         """Counts the draft's nodes of a round.
 
-        request_ids: [B]; candidates: [B, D], as in SlotTable; emitted: the emitted tokens of each request."""
+        request_ids: [B].  candidates: [B, D], the nodes of each request's tree, packed by `pack_nodes`.  emitted: the
+        emitted tokens of each request."""
         exists, kinds, depths, parents, tokens = CandidateNodes.unpack(candidates)
         if not (kinds >= PATH_KINDS).any():
             return
@@ -157,6 +157,7 @@ class SurvivalCounts:
     def _count_request_draft(
         self, request_ids: Sequence[str], was_tried: np.ndarray, is_right: np.ndarray, predicted: np.ndarray
     ) -> None:
+        """Updates counts_of_request.  The arrays are [B, D].  predicted: the probability that a tried node is right."""
         decay = 0.5 ** (1 / REQUEST_HALF_LIFE)
         expected, right = (predicted * was_tried).sum(1).tolist(), (is_right & was_tried).sum(1).tolist()
         for request_id, num_expected, num_right in zip(request_ids, expected, right, strict=True):
@@ -164,8 +165,7 @@ class SurvivalCounts:
             self.counts_of_request[request_id] = old_expected * decay + num_expected, old_right * decay + num_right
 
     def draft_skill(self, request_id: str) -> float:
-        """Returns the logarithm of a ratio: how many nodes of this request's draft are right, divided by how many are
-        expected to be right."""
+        """Returns log(right nodes of this request's draft / nodes that were expected to be right)."""
         num_expected, num_right = self.counts_of_request.get(request_id, (0.0, 0.0))
         ratio = (num_right + REQUEST_PRIOR_WEIGHT) / (num_expected + REQUEST_PRIOR_WEIGHT)
         return math.log(min(max(ratio, 1 / MAX_DRAFT_SKILL), MAX_DRAFT_SKILL))

@@ -1,4 +1,4 @@
-"""A source on the device that searches the request's own text for its last tokens (n-gram lookup)."""
+"""A source on the device: finds a request's last tokens earlier in its text, and proposes the tokens that followed."""
 
 import torch
 
@@ -8,7 +8,8 @@ from espalier.speculate.sources.base import Paths, path_kind
 
 
 def paths_of_text(slots: BatchState, num_paths: int, steps: int) -> Paths:
-    """Returns `num_paths` paths for each slot, with distinct first tokens: longest matches first, then the latest."""
+    """Returns `num_paths` paths for each slot, with distinct first tokens.  Paths after longer matches come first;
+    among equal lengths, later matches come first."""
     matches = find_matches(slots.table.history, slots.index, slots.prefix_len, num_paths)
     depths = torch.arange(steps, device=matches.end_positions.device)
     period = (slots.prefix_len[:, None] - matches.end_positions).clamp(min=1)
