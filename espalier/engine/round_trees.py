@@ -43,7 +43,8 @@ class RoundTrees:
         return self.layout.tree_without_draft if tree is None and not drafting else tree
 
     def tree_of_pass(self, batch: Sequence[Request]) -> TreeShape | None:
-        """Returns the value of LaunchInput.tree for a prefill pass of these requests."""
+        """Returns the value of LaunchInput.tree for the prefill pass of these requests, which is launched now."""
+        self.chooser.prefill_launched()
         return self.layout.tree_without_draft if self.layout.steps and not self._num_drafting(batch) else None
 
     def _num_drafting(self, batch: Sequence[Request]) -> int:

@@ -104,6 +104,9 @@ class TreeChooser:
         samples: one for each request that can accept guesses.  num_rows: the number of verified rows, without void
         rows.  lookup_samples: the samples that the round would have had without the draft."""
 
+    def prefill_launched(self) -> None:
+        """Called when a prefill pass was launched."""
+
     def restart(self) -> None:
         """Called when a prompt has entered the batch."""
 
@@ -115,7 +118,8 @@ class RoundInFlight:
     context: the mean number of tokens of a request.  chosen_at: the clock's time when the tree was chosen, in seconds.
     lookup_gain: the expected gain of the looked-up guesses; None if it was unknown when the tree was chosen.
     expected_tokens: how many tokens a request was expected to emit with this tree, estimated from earlier rounds and
-    not from the guesses of this round; 1 if lookup_gain is None."""
+    not from the guesses of this round; 1 if lookup_gain is None.
+    num_prefill_passes: how many prefill passes were launched before this round."""
 
     tree: TreeShape
     batch: int
@@ -123,6 +127,7 @@ class RoundInFlight:
     chosen_at: float
     lookup_gain: LookupGain | None
     expected_tokens: float
+    num_prefill_passes: int
 
 
 @dataclass
@@ -179,14 +184,18 @@ class MeasuredTreeChooser(TreeChooser):
         # (numerator), and the tokens that were expected of these rounds (denominator).
         self.draft_tokens_by_gain_class = [DecayingRate() for _ in range(len(GAIN_BOUNDS) + 1)]
         self._in_flight: deque[RoundInFlight] = deque()
-        self._last_read_round: tuple[TreeShape, int, float] | None = None
+        self._num_prefill_passes = 0
+        # The last round whose result was read: its tree, its batch and num_prefill_passes, and when it was read.
+        self._last_read_round: tuple[tuple[TreeShape, int, int], float] | None = None
+
+    def prefill_launched(self) -> None:
+        self._num_prefill_passes += 1
 
     def restart(self) -> None:
         """With n-gram lookup on a CPU, forgets all estimates, because a new text may repeat itself more or less.
 
         Estimates of a draft model are kept, because it is about equally good in every text.  On a GPU they are kept,
         because prompts enter the batch too often."""
-        self._last_read_round = None
         if not self.costs.uses_clock and self.pace is LOOKUP_PACE:
             self.acceptance.reset()
             self.lookup_acceptance.reset()
@@ -208,7 +217,10 @@ class MeasuredTreeChooser(TreeChooser):
         else:
             tree = self._choose(bucket, num_drafting / batch, context, bucket.trees)
         expected = self._expected_tokens(tree, num_drafting / batch) if lookup_gain is not None else 1.0
-        self._in_flight.append(RoundInFlight(tree, bucket.size, context, self.clock(), lookup_gain, expected))
+        launched = RoundInFlight(
+            tree, bucket.size, context, self.clock(), lookup_gain, expected, self._num_prefill_passes
+        )
+        self._in_flight.append(launched)
         return tree
 
     def _choose_with_known_guesses(
@@ -284,11 +296,13 @@ class MeasuredTreeChooser(TreeChooser):
         if not self.costs.uses_clock:
             self.times.add(tree, batch, context, self.costs.seconds_for_rows(tree, batch, num_rows))
             return
-        now, last, self._last_read_round = self.clock(), self._last_read_round, None
-        # A round that follows another tree or a prefill pass may have waited for it, so its time is not counted.
-        if last is not None and last[:2] == (tree, batch):
-            self.times.add(tree, batch, context, now - max(last[2], in_flight.chosen_at))
-        self._last_read_round = tree, batch, now
+        now, last, num_passes = self.clock(), self._last_read_round, in_flight.num_prefill_passes
+        self._last_read_round = (tree, batch, num_passes), now
+        # The time is not counted if another tree or a prefill pass ran just before, because the round may have waited
+        # for it.  It is not counted either if a prefill pass was launched since, because the host, which takes long to
+        # launch a pass, may have read the result late.
+        if last is not None and last[0] == (tree, batch, num_passes) and num_passes == self._num_prefill_passes:
+            self.times.add(tree, batch, context, now - max(last[1], in_flight.chosen_at))
 
     def _bucket(self, size: int) -> BucketState:
         if size not in self.buckets:

@@ -54,6 +54,7 @@ class AnyTree:
     picked: list[TreeShape] = field(default_factory=list)
     samples: list[Sequence[AcceptanceSample]] = field(default_factory=list)
     num_changes: int = 0
+    num_prefill_passes: int = 0
 
     def choose(self, batch: int, num_drafting: int, context: float, lookup_gain: Any = None) -> TreeShape:
         self.picked.append(self.random.choice(self.forms))
@@ -63,6 +64,9 @@ class AnyTree:
         self, samples: Sequence[AcceptanceSample], rows: int, lookup_samples: Sequence[AcceptanceSample]
     ) -> None:
         self.samples.append(samples)
+
+    def prefill_launched(self) -> None:
+        self.num_prefill_passes += 1
 
     def restart(self) -> None:
         pass
@@ -78,6 +82,7 @@ def test_any_tree_gives_the_tokens_of_plain_decoding(turn: int) -> None:
     for r in requests:
         assert r.output == plainly(setup, r).tokens, r.id
     assert len(chooser.samples) == len(chooser.picked) and set(chooser.picked) == set(chooser.forms)
+    assert chooser.num_prefill_passes > 1
 
 
 def test_any_tree_gives_the_tokens_of_plain_decoding_in_grammars() -> None:
