@@ -23,9 +23,10 @@ from espalier.kernels.state.kv_scales import times_k_scale, times_v_scale
 @dataclass
 class CommittedRows:
     """The committed rows of a prefix.  All passes over the prefix share this object.  P: max_committed_rows.
-    positions: [B, P].  exists: [B, P], whether a row exists at the position.  page_rows: [B, P], the row's index.
-    last_gathered: (the layer that was gathered last, its planes [B, P + R, heads, size]), so that a draft with one
-    layer gathers the P committed rows once for all levels of a tree.  The last R rows are the staged rows of one pass.
+    positions: [B, P].  exists: [B, P], whether a row exists at the position.  page_rows: [B, P], the index in pages.
+    last_gathered: (the layer that was gathered last, its K and V [B, P + R, heads, size]).  The first P rows are the
+    committed rows, the last R rows are the staged rows of one pass.  So a draft with one layer gathers the committed
+    rows only once for all levels of a tree.
     padded_page_rows: for each R, [B · (P + R)]: the P page rows of each request, then R times the dummy row.
     """
 
@@ -36,7 +37,9 @@ class CommittedRows:
     padded_page_rows: dict[int, Tensor] = field(default_factory=dict)
 
     def gather_with(self, staged: Sequence[Tensor], layer: int, planes: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Returns each plane's committed rows, then `staged` [B, R, heads, size], together [B, P + R, heads, size]."""
+        """Returns, for each plane (K, V), the committed rows, then `staged` [B, R, heads, size]: [B, P + R, heads,
+        size].
+        """
         batch, max_committed_rows = self.page_rows.shape
         if self.last_gathered is not None and self.last_gathered[0] == layer:
             committed = (plane[:, :max_committed_rows] for plane in self.last_gathered[1])

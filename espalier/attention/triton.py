@@ -1,8 +1,8 @@
 """The GPU backend: one kernel attends to committed and staged rows.
 
 The committed rows are split among programs.  The device computes the splits, so this module reads no lengths on the
-host.  All layers and passes over a Prefix share its splits.  With a window, splits are computed once for each pass.
-Layers with the same sizes share the buffers of partial results.
+host.  All layers and passes over one Prefix share the splits of this Prefix.  For layers with a window, splits are
+computed once for each pass.  Layers with the same sizes share the buffers of partial results.
 """
 
 from collections.abc import Callable, Sequence

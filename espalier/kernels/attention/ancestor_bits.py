@@ -47,7 +47,7 @@ def true_for_all_ancestors(ancestor_bits: Tensor, is_true: Tensor) -> Tensor:
 
 
 def self_only_bits(first_row: int, num_rows: int, num_ancestor_words: int, device: torch.device) -> Tensor:
-    """Returns [num_rows, num_ancestor_words] int64: the bits of rows from first_row on that see only themselves."""
+    """Returns [num_rows, num_ancestor_words] int64: bits of the rows from first_row on.  Each row sees only itself."""
     rows = torch.arange(first_row, first_row + num_rows, device=device)
     bits = torch.ones_like(rows) << rows % ANCESTOR_BITS
     return bits[:, None] * (torch.arange(num_ancestor_words, device=device) == (rows // ANCESTOR_BITS)[:, None])

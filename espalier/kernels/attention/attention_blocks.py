@@ -73,9 +73,9 @@ def _attend_block(
     """Add the rows of two tiles [N, d] to an online softmax in base 2 (Milakov and Gimelshein 2018).
 
     q_rope: the part of the queries that is multiplied with the second tile of latent rows; None for K and V heads.
-    FP8 rows become q's dtype, which is exact.  The FP8 scales are factors of `scale` and of the result.
-    Every fused multiply-add is explicit, so that the results equal those of kernels/hopper/attend.py, bit for bit.  If
-    the compiler chose where to fuse, a change of another loop could change the bits.
+    FP8 rows are converted to q's dtype, exactly.  K's FP8 scale is a factor of `scale`.  V's FP8 scale multiplies the
+    result.  Every fused multiply-add is explicit, so that the results equal those of kernels/hopper/attend.py, bit for
+    bit.  If the compiler chose where to fuse, a change of another loop could change the bits.
     """
     PRECISION: tl.constexpr = CONSTANTS.PRECISION
     values = from_fp8(first_tile, q.dtype)
@@ -141,7 +141,7 @@ def log_sum_exp_base2(max_score, sum_weights, scale, dtype: tl.constexpr):
 
 @kernel
 def load_pages_of_block(page_ids_ptr, begin, end, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Load the pages of BLOCK_N positions from `begin`, a multiple of BLOCK_N: one number if all are on one page.
+    """Load the page ids of BLOCK_N positions from `begin`, a multiple of BLOCK_N; a scalar if one page holds them all.
 
     page_ids_ptr: the request's row of the page table.  end: the first position that is not loaded.
     """
@@ -158,7 +158,7 @@ def load_pages_of_block(page_ids_ptr, begin, end, PAGE_SIZE: tl.constexpr, BLOCK
 
 @kernel
 def pool_rows_of_block(page, begin, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Returns [BLOCK_N] int64: the page rows of positions begin to begin + BLOCK_N - 1."""
+    """Returns [BLOCK_N] int64: the row (page · PAGE_SIZE + offset) of each position begin to begin + BLOCK_N - 1."""
     offset = tl.arange(0, BLOCK_N)
     # Rows fit in int32, which the launcher checks.  The conversion to int64 is here and not at the load of the page,
     # because Triton 3.6 pipelines only loops whose carried values are plain loads.
@@ -191,7 +191,7 @@ def load_rows(pointer, offsets, row_exists, MASKED: tl.constexpr, ROW_SIZE: tl.c
 # fmt: off
 @kernel
 def _load_tiles(tiles, row, row_exists, MASKED: tl.constexpr, CONSTANTS: tl.constexpr):
-    """Returns (first, second): the tiles of rows `row` [N]."""
+    """Returns (first tile, second tile) of the rows whose indices are `row` [N]."""
     first_rows, second_rows = row * tiles.first_tile_stride, row * tiles.second_tile_stride
     first = load_rows(
         tiles.first_tile_ptr, first_rows, row_exists, MASKED, CONSTANTS.FIRST_TILE_SIZE, CONSTANTS.FIRST_TILE_BLOCK,
@@ -206,7 +206,7 @@ def _load_tiles(tiles, row, row_exists, MASKED: tl.constexpr, CONSTANTS: tl.cons
 def _attend_unmasked_blocks(
     q, page_ids_ptr, tiles, begin, end, scale, max_score, sum_weights, acc, CONSTANTS: tl.constexpr
 ):
-    """Attend to positions begin .. end in whole blocks of BLOCK_N, without a mask, as every query sees these rows."""
+    """Attend to positions begin .. end, in whole blocks of BLOCK_N, without a mask: every query sees these rows."""
     PAGE_SIZE: tl.constexpr = CONSTANTS.PAGE_SIZE
     BLOCK_N: tl.constexpr = CONSTANTS.BLOCK_N
     page = load_pages_of_block(page_ids_ptr, begin, end, PAGE_SIZE, BLOCK_N)
@@ -327,7 +327,7 @@ def sink_share(lse, sink_ptr, head):
 
 @kernel
 def _write_tile(out_ptr, lse_ptr, row, acc, lse, query_exists, V_SIZE: tl.constexpr, BLOCK_V: tl.constexpr):
-    """Write a tile's results to rows `row` [M] of out [rows, V_SIZE] and lse [rows].  Padding queries are skipped."""
+    """Write a query tile's results to rows `row` [M] of out [rows, V_SIZE] and lse [rows].  Skips padding queries."""
     column = tl.arange(0, BLOCK_V)
     mask = query_exists[:, None] & (column < V_SIZE)[None, :]
     tl.store(out_ptr + row[:, None] * V_SIZE + column[None, :], acc.to(out_ptr.dtype.element_ty), mask)

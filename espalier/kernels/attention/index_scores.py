@@ -29,7 +29,7 @@ from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 
 # Keys of a block, and the most blocks of keys that are loaded at the same time.
 BLOCK_N, STAGES = 64, 3
-# Programs per multiprocessor: one adds up products while another multiplies.
+# Programs per multiprocessor: while one program multiplies, another adds up its products.
 PROGRAMS_PER_PROCESSOR = 2
 NUM_WARPS = 4
 # The most columns of a program's product; in float32 fewer, without tensor cores.  A column is a head of a query.
@@ -72,8 +72,8 @@ def _store_scores(
 ):  # fmt: skip
     """Store scores [BLOCK_N, QUERIES] of rows below num_rows, and the highest score of each group of rows.
 
-    first_column: the column of out_ptr for row 0 of all blocks.
-    first_group: the column of group_max_ptr for the group of row 0.
+    first_column: the column of out_ptr for the first committed row, or for the first staged row.  first_group: the
+    column of group_max_ptr for the group of this row.
     """
     BLOCK_N: tl.constexpr = score.shape[0]
     QUERIES: tl.constexpr = score.shape[1]
