@@ -166,6 +166,7 @@ def _merge_splits_kernel(
 def merge_splits(
     partial_results: PartialResults, splits: KVSplits, out: Tensor, lse: Tensor, sink: Tensor | None = None
 ) -> None:
+    """The launcher of ops/attention.py:merge_splits.  out, lse: get the results of requests with splits."""
     batch, queries, heads, v_size = out.shape
     capacity = splits.table.shape[0]
     require("merge_splits' partial out", partial_results.out, (capacity, queries, heads, v_size), torch.float32, out)

@@ -32,7 +32,7 @@ from espalier.kernels.runtime.jit import gluon_kernel
 def _load_page_ids(
     page_table, first_position, end_position, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, ROW_LAYOUT: gl.constexpr
 ):
-    """Load the pages of BLOCK_N positions from first_position, a multiple of BLOCK_N: a scalar if it is one page."""
+    """Load the page ids of BLOCK_N positions from first_position, a multiple of BLOCK_N; a scalar if it is one page."""
     if PAGE_SIZE % BLOCK_N == 0:
         page = gl.load(page_table + first_position // PAGE_SIZE, mask=first_position < end_position, other=0)
     else:
@@ -48,7 +48,7 @@ def _load_page_ids(
 
 @gluon_kernel
 def _pool_rows(page, first_position, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, ROW_LAYOUT: gl.constexpr):
-    """Returns (row, row_offset [BLOCK_N]): the positions from first_position on are in page rows row + row_offset."""
+    """Returns (row, row_offset [BLOCK_N]): the positions from first_position on are in rows row + row_offset of pages."""
     offset = gl.arange(0, BLOCK_N, layout=ROW_LAYOUT)
     row = gl.to_tensor(0)
     if PAGE_SIZE % BLOCK_N == 0:
@@ -141,7 +141,7 @@ def _load_contiguous(
     """Copy `num_blocks` contiguous blocks from `position` on by TMA.  Returns blocks_done + num_blocks."""
     BYTES: gl.constexpr = stages.tiles[0].dtype.primitive_bitwidth // 8
     PAGE_SIZE: gl.constexpr = CONSTANTS.PAGE_SIZE
-    # The next block's page is loaded before the wait for a stage.  After the last block, its own page is loaded again.
+    # The next block's page is loaded before the wait for a stage.  The last iteration loads the last page again.
     page = gl.load(page_table + position // PAGE_SIZE, mask=num_blocks > 0, other=0)
     for _ in range(num_blocks):
         row = page.to(gl.int32) * PAGE_SIZE + position % PAGE_SIZE

@@ -2,8 +2,8 @@
 
 The results equal those of nibble_dot (quantised_nibbles.py) to the bit, but the instructions differ.  In nibble_dot the
 four warps of a warpgroup multiply together.  A program decodes the weights of a step, then multiplies, then waits for
-the product.  Here each warp multiplies alone, with the older instruction for 16 × 8 × 16 numbers.  A warp does not wait
-for a product, so it decodes the next weights meanwhile.  Up to 8 rows of inputs take half of the work of 16 rows.
+the product.  Here each warp multiplies alone, with the older instruction mma.m16n8k16.  A warp does not wait for its
+product, so it decodes the next weights meanwhile.  A tile of 8 rows of inputs takes half of the work of 16 rows.
 """
 
 from typing import Any, NamedTuple
@@ -67,7 +67,7 @@ def _split_columns(words):
 
 @gluon_kernel
 def _low_halves(words):
-    """Returns the low halves of uint32, as bfloat16."""
+    """Returns the low halves of uint32 words, as bfloat16."""
     return (words & 0xFFFF).to(gl.uint16).to(gl.bfloat16, bitcast=True)
 
 
@@ -181,6 +181,7 @@ def _copy_codes(buffers, stage, matrix, offsets, first_column, row_words, CODE: 
 
 @gluon_kernel
 def _copy_inputs(buffers, stage, x_ptr, offsets, row_exists, first_column, num_in, EVEN_IN: gl.constexpr):
+    """Start to copy columns first_column .. first_column + 255 of x.  offsets: in x, for columns 0 .. 255."""
     if not EVEN_IN:
         column = gl.expand_dims(first_column + gl.arange(0, 256, layout=gl.SliceLayout(0, offsets.type.layout)), 0)
         row_exists = row_exists & (column < num_in)
@@ -216,6 +217,7 @@ def _load_word_pieces(buffers, stage):
 
 @gluon_kernel
 def _multiply_piece(weights, x, piece: gl.constexpr, partial_sum):
+    """Add the product of weights with columns 64 · piece .. 64 · piece + 63 of x to partial_sum."""
     B: gl.constexpr = gl.DotOperandLayout(1, partial_sum.type.layout, 2)
     return hopper.mma_v2(weights, x.slice(64 * piece, 64, 0).load(B), partial_sum)
 

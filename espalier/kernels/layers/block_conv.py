@@ -33,6 +33,7 @@ ROWS, GROUPS, COLUMNS = 16, 8, 128
 
 
 def block_conv(x: Tensor, weight: Tensor, base_taps: Tensor, block_width: int) -> tuple[Tensor, Tensor]:
+    """The launcher of ops/drafts.py:block_conv.  base_taps: [taps, H].  block_width: rows of a block."""
     if x.dtype == torch.float64:
         # Triton has no float64 product.
         return contract.reference(x, weight, base_taps, block_width)
@@ -107,6 +108,7 @@ def block_conv_norm(
     eps: float,
     block_width: int,
 ) -> tuple[Tensor, Tensor]:
+    """The launcher of ops/drafts.py:block_conv_norm.  delta: the sublayer's output, which is convolved."""
     rows, size = residual.shape
     _, taps, groups = coefficients.shape
     partial_sums = delta if delta.ndim == 3 else delta[None]
@@ -139,6 +141,7 @@ def _block_conv_norm_kernel(
     EPS: tl.constexpr, ROW_SIZE: tl.constexpr, GROUPS: tl.constexpr, TAPS: tl.constexpr, SPLITS: tl.constexpr,
     ACC_DTYPE: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
+    """delta_ptr: the sublayer's output.  coefficients_ptr: [rows, TAPS, GROUPS].  SPLITS: partial sums of delta."""
     pdl_trigger_and_wait(USE_PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)

@@ -87,6 +87,7 @@ def _index_rows_kernel(
     ACC_DTYPE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):  # fmt: skip
+    """row_ptr: the row of the plane to which each key is written.  weight_ptr, bias_ptr: the LayerNorm of keys."""
     pdl_trigger_and_wait(USE_PDL)
     n, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     cos, sin = cos_ptr + n * cos_stride_n, sin_ptr + n * sin_stride_n

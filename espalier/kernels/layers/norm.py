@@ -97,6 +97,7 @@ def rounded_norm(
     input_scales: InputScales,
     return_norm: bool = False,
 ) -> tuple[Tensor, Tensor | None, RoundedRows]:
+    """The launcher of ops/norm.py:rounded_norm.  return_norm: whether the unrounded norm is returned too."""
     if not can_round_norm(residual.shape[1], input_scales):
         raise EspalierError(
             f"a norm of {residual.shape[1]} columns is rounded in groups of a power of two, "
@@ -207,6 +208,7 @@ def norm_router(
     rounding: InputScales | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor, InputRows, Tensor]:
+    """The launcher of ops/norm.py:norm_router.  rounding: how the norm is rounded to FP8; None: not rounded."""
     rows, size = residual.shape
     num_experts = router.shape[0]
     partial_sums = delta if delta.ndim == 3 else delta[None]

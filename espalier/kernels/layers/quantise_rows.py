@@ -110,6 +110,7 @@ def _quantise_rows_kernel(
     GROUP_COLUMNS: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr, PART_COLUMNS: tl.constexpr,
     FP8_MAX: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
+    """GROUP_COLUMNS: columns that share a scale.  GROUPS: groups per program.  PART_COLUMNS: columns per part."""
     pdl_trigger_and_wait(USE_PDL)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(2)
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)

@@ -92,6 +92,7 @@ def _pointer_at(address, DTYPE: tl.constexpr):
 def _sum_of_ranks(
     memory_ptr, slot_offset, column, mask, DTYPE: tl.constexpr, ACC_DTYPE: tl.constexpr, WORLD_SIZE: tl.constexpr
 ):  # fmt: skip
+    """Returns the sum over the ranks of the values at `column` of the slot that begins at slot_offset."""
     total = tl.load(_pointer_at(tl.load(memory_ptr) + slot_offset, DTYPE) + column, mask=mask, other=0.0).to(ACC_DTYPE)
     for peer in tl.static_range(1, WORLD_SIZE):
         values = _pointer_at(tl.load(memory_ptr + peer) + slot_offset, DTYPE)

@@ -29,6 +29,7 @@ def _norm_and_gate(
     x, gate, weight, GROUP_COLUMNS: tl.constexpr, GATE_BEFORE_NORM: tl.constexpr, EPS: tl.constexpr,
     ACC_DTYPE: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
+    """Returns x [groups, columns] with its RMS norm and the factor silu(gate), in ACC_DTYPE."""
     gate = gate / (1.0 + tl.exp(-gate))
     if GATE_BEFORE_NORM:
         x *= gate

@@ -143,6 +143,7 @@ def _single_row_kernel(
     HEADS: tl.constexpr, GROUP_SIZE: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, DELTA_RULE: tl.constexpr,
     ACC_DTYPE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
+    """Computes one row per request.  gates_ptr: log decay, beta.  skip_ptr: each head's factor of v; may be None."""
     pdl_trigger(USE_PDL)
     v_blocks: tl.constexpr = (V_SIZE + BLOCK_V - 1) // BLOCK_V
     head, row = tl.program_id(0) // v_blocks, tl.program_id(1).to(tl.int64)

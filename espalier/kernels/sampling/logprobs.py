@@ -76,6 +76,7 @@ def _split_logprobs_kernel(
     width, splits, vocab, batch_stride, row_stride,
     MAX_LOGPROBS: tl.constexpr, SPLIT_SIZE: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
+    """Grid: (tokens, splits of the vocabulary).  width: tokens per request.  rows_ptr: the logits row of each token."""
     pdl_trigger_and_wait(USE_PDL)
     token_index = tl.program_id(0).to(tl.int64)
     b, w = token_index // width, token_index % width

@@ -33,6 +33,7 @@ PAGE_UPDATE_BLOCK = 128
 
 
 def gather_slots(table: SlotTable, slot_indices: Tensor, page_updates: ScatterUpdate | None = None) -> BatchState:
+    """The launcher of ops/state.py:gather_slots.  page_updates: new page-table entries, (cells, pages)."""
     (batch,), width = slot_indices.shape, table.page_table.shape[1]
     require("gather: index", slot_indices, (-1,), torch.int64, table.page_table)
     cells, values = (slot_indices[:0], slot_indices[:0]) if page_updates is None else page_updates
@@ -58,6 +59,7 @@ def gather_slots(table: SlotTable, slot_indices: Tensor, page_updates: ScatterUp
 def read_chain(
     slots: BatchState, first_offset: int, num_tokens: Tensor, row_width: int, padding: int | None = None
 ) -> TokenChain:
+    """The launcher of ops/state.py:read_chain.  Position prefix_len + first_offset comes first."""
     batch, table, page_size = slots.batch, slots.table, slots.table.layout.page_size
     require("chain: length", num_tokens, (batch,), torch.int64, slots.prefix_len)
     chain = TokenChain(*(num_tokens.new_empty(batch, row_width) for _ in range(3)))
@@ -74,6 +76,7 @@ def read_chain(
 
 
 def store_carried_field(slots: BatchState, field_name: str, values: Tensor, num_tokens: Tensor) -> None:
+    """The launcher of ops/state.py:store_carried_field.  num_tokens: row num_tokens - 1 of values is stored."""
     carried = slots.table.carried[field_name]
     batch, size = slots.batch, carried.shape[1]
     require("carry: values", values, (batch, -1, size), carried.dtype, carried)
@@ -135,6 +138,7 @@ def _chain_kernel(
     index_stride, length_stride, history_stride, table_width, first_offset, width, page_size, padding,
     BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
+    """Read `length` tokens of each slot's history.  width: columns of the outputs.  padding: below 0: the root."""
     pdl_trigger_and_wait(USE_PDL)
     b = tl.program_id(0).to(tl.int64)
     offset = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -156,6 +160,7 @@ def _carry_kernel(
     index_ptr, length_ptr, values_ptr, carried_ptr, index_stride, length_stride, rows,
     HIDDEN_SIZE: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
+    """Store row length - 1 of values [B, rows, HIDDEN_SIZE] in the slot of each request.  index_ptr: the slots."""
     pdl_trigger_and_wait(USE_PDL)
     b = tl.program_id(0).to(tl.int64)
     last = tl.maximum(tl.load(length_ptr + b * length_stride) - 1, 0)
@@ -168,6 +173,7 @@ def _carry_kernel(
 def advance(
     slots: BatchState, num_tokens: Tensor, picked_tokens: Tensor, count_tokens: bool, path: AcceptedNodes | None = None
 ) -> AdvanceResult:
+    """The launcher of ops/state.py:advance.  count_tokens: whether to count the picked tokens, for penalties."""
     table, (batch, width) = slots.table, picked_tokens.shape
     require("advance: picked_tokens", picked_tokens, (slots.batch, -1), torch.int64, table.history)
     require("advance: length", num_tokens, (batch,), torch.int64, picked_tokens)

@@ -29,6 +29,7 @@ TENSORS_PER_LAUNCH = 2
 def _copy_row(
     src_ptr, dst_ptr, layer, source, row, src_layer_stride, dst_layer_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr
 ):
+    """Copy one layer's row `source` of src to row `row` of dst.  SIZE: the values of a row."""
     for begin in tl.static_range(0, SIZE, BLOCK):
         at = begin + tl.arange(0, BLOCK)
         value = tl.load(src_ptr + layer * src_layer_stride + source * SIZE + at, mask=at < SIZE)
@@ -90,6 +91,7 @@ def _launch_commit(
 
 
 def write_results(ring: Tensor, entry_index: Tensor, fields_by_column: Mapping[int, Tensor]) -> None:
+    """The launcher of ops/state.py:write_results.  ring: [entries, rows, width].  entry_index: [1]."""
     _, rows, width = ring.shape
     batch = next(iter(fields_by_column.values())).shape[0]
     require("write_results: ring", ring, (-1, -1, -1), torch.int64, ring)

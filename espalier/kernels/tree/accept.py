@@ -23,6 +23,7 @@ from espalier.layout import ANCESTOR_BITS
 def accept(
     tree: Tree, target_tokens: Tensor, is_finite: Tensor, max_accept_depth: Tensor, is_real: Tensor, steps: int
 ) -> AcceptedPath:
+    """The launcher of ops/tree.py:accept.  is_real: [B], False for padding.  steps: the greatest depth."""
     tokens, parents, depths, _, ancestors = tree
     batch, nodes = tokens.shape
     num_ancestor_words = -(-nodes // ANCESTOR_BITS)
@@ -101,6 +102,7 @@ MAX_BLOCK_COLUMNS = 2048
 
 
 def gather_rows(rows: Tensor, *parts: Tensor) -> Tensor:
+    """The launcher of ops/tree.py:gather_rows.  rows: [B, W], indices of rows.  parts: [B, D, n] each."""
     batch, width = rows.shape
     values = parts[0]
     size, strides = values.shape[2], values.stride()
@@ -124,6 +126,7 @@ def _gather_rows_kernel(
     parts, rows_ptr, out_ptr, width, size, values_stride_b, values_stride_r, rows_stride_b, rows_stride_w,
     PARTS: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
+    """width: rows per request in `out`.  size: columns of each part.  values_*: the strides of the parts."""
     pdl_trigger_and_wait(USE_PDL)
     out_row = tl.program_id(0).to(tl.int64)
     b = out_row // width

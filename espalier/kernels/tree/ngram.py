@@ -20,6 +20,7 @@ BLOCK = 1024
 
 
 def find_matches(history: Tensor, history_rows: Tensor, root_positions: Tensor, topk: int) -> NgramMatches:
+    """The launcher of ops/drafts.py:find_matches.  history_rows: the row of `history` of each request."""
     (batch,), width = history_rows.shape, history.shape[1]
     require("find_matches: history", history, (-1, -1), torch.int64, root_positions)
     require("find_matches: index", history_rows, (batch,), torch.int64, root_positions)

@@ -27,6 +27,7 @@ COMPARISONS_PER_STEP = 16384
 def select_beams(
     tokens: Tensor, scores: Tensor, ancestor_bits: Tensor | None, path: Tensor, first_row: int, num_ancestor_words: int
 ) -> SelectedBeams:
+    """The launcher of ops/tree.py:select_beams.  path: gets the beams' tokens, in columns from first_row on."""
     batch, rows, topk = tokens.shape
     require("select_beams: tokens", tokens, (-1, -1, -1), torch.int64, tokens)
     require("select_beams: scores", scores, (batch, rows, topk), torch.float32, tokens)
@@ -109,6 +110,7 @@ MAX_CANDIDATE_TENSORS = 16
 
 
 def select_tree(root: Tensor, tokens: Pool, scores: Pool, beams: Pool, topk: int, num_nodes: int) -> Tree:
+    """The launcher of ops/tree.py:select_tree.  tokens, scores: the candidates.  beams: indices of candidates."""
     if len(tokens) > MAX_CANDIDATE_TENSORS:
         tokens, scores, beams = ([torch.cat(list(parts), 1)] for parts in (tokens, scores, beams))
     batch, size, steps = check_pool_sizes(root, tokens, scores, beams, topk, num_nodes)
