@@ -44,8 +44,7 @@ def backend(name: str) -> AttentionBackend:
 def default_backend(device: str, dtype: torch.dtype | None = None, cache_spec: CacheSpec | None = None) -> str:
     """Return the name that "auto" means: the first backend that supports the device, the dtype and `cache_spec`.
 
-    If no backend supports all three, "auto" means the first backend that supports the device.
-    """
+    If no backend supports all three, "auto" means the first backend that supports the device."""
     installed = [backend_class.support for backend_class in BACKENDS.values() if backend_class.support.is_installed]
     on_device = [support for support in installed if device in support.devices]
     suitable = [

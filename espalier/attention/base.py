@@ -107,8 +107,7 @@ class AttentionPlan:
     def select(self, layer: int, queries: IndexerQueries, keys: Tensor) -> Selection | None:
         """Returns the rows that each query attends to, at most the layer's topk; None for all visible rows.
 
-        queries: [B, Q, ...]; keys: [B, R, 1, size], the index keys of the staged rows.
-        """
+        queries: [B, Q, ...]; keys: [B, R, 1, size], the index keys of the staged rows."""
         raise EspalierError("this attention backend does not attend to chosen rows; use another one")
 
     def select_by_mask(

@@ -166,8 +166,7 @@ class WrapperPlan:
     def run(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Computes attention.  Returns out and the log-sum-exps in base 2.
 
-        q: [B · Q, heads, k_size]; k, v: [pages, page_size, kv_heads, size].
-        """
+        q: [B · Q, heads, k_size]; k, v: [pages, page_size, kv_heads, size]."""
         out = q.new_empty(*q.shape[:2], v.shape[3])
         return out, self.wrapper.run(q, (k, v), out=out, return_lse=True)[1]
 

@@ -33,8 +33,7 @@ class Rope(Hashable, Protocol):
 class ModelCache:
     """The buffers in which the layers of one model keep rows, and the attention backends of these layers.
     specs: the specs of the target's layers, then of the draft's layers.
-    layers: the indices in `specs` of this model's layers.  states: None for a model whose layers keep no states.
-    """
+    layers: the indices in `specs` of this model's layers.  states: None for a model whose layers keep no states."""
 
     specs: Sequence[LayerSpec]
     layers: range

@@ -38,8 +38,7 @@ class CommittedRows:
 
     def gather_with(self, staged: Sequence[Tensor], layer: int, planes: Sequence[Tensor]) -> Sequence[Tensor]:
         """Returns, for each plane (K, V), the committed rows, then `staged` [B, R, heads, size]: [B, P + R, heads,
-        size].
-        """
+        size]."""
         batch, max_committed_rows = self.page_rows.shape
         if self.last_gathered is not None and self.last_gathered[0] == layer:
             committed = (plane[:, :max_committed_rows] for plane in self.last_gathered[1])
@@ -147,8 +146,7 @@ def _additive_mask(is_visible: Tensor, group_size: int, dtype: torch.dtype) -> T
 def _softcap_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, softcap: float) -> Tensor:
     """Returns SDPA of q [B, kv_heads, N, size] over k, v [B, R, kv_heads, size], with logits limited to ±softcap.
 
-    PyTorch's function has no soft cap.
-    """
+    PyTorch's function has no soft cap."""
     exact = torch.promote_types(q.dtype, torch.float32)
     logits = apply_softcap(q.to(exact) @ k.to(exact).permute(0, 2, 3, 1) * scale, softcap)
     return ((logits + bias).softmax(-1) @ v.to(exact).transpose(1, 2)).to(q.dtype)

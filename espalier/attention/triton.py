@@ -123,8 +123,7 @@ class TritonAttention(AttentionPlan):
     def splits(self, spec: LayerSpec) -> KVSplits:
         """Returns the splits for layers with this spec.
 
-        Without a window, all passes over the prefix with the same policy share the splits.
-        """
+        Without a window, all passes over the prefix with the same policy share the splits."""
         key = self._policy(spec), spec.window
         if key not in self.splits_by_policy:
             self.splits_by_policy[key] = self._splits(*key)

@@ -124,8 +124,7 @@ def _attend_scores(
 def shift_exponent(exponent, dtype: tl.constexpr):
     """Subtract 15 from the exponent for float16.  So float16 weights are stored times 2^15.
 
-    A weight is at most 1.  Without the factor, weights below 2^-24 would become 0, and the sum of many may matter.
-    """
+    A weight is at most 1.  Without the factor, weights below 2^-24 would become 0, and the sum of many may matter."""
     if dtype == tl.float16:
         exponent = exponent - 15.0
     return exponent
@@ -143,8 +142,7 @@ def log_sum_exp_base2(max_score, sum_weights, scale, dtype: tl.constexpr):
 def load_pages_of_block(page_ids_ptr, begin, end, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
     """Load the page ids of BLOCK_N positions from `begin`, a multiple of BLOCK_N; a scalar if one page holds them all.
 
-    page_ids_ptr: the request's row of the page table.  end: the first position that is not loaded.
-    """
+    page_ids_ptr: the request's row of the page table.  end: the first position that is not loaded."""
     if PAGE_SIZE % BLOCK_N == 0:
         page = tl.load(page_ids_ptr + begin // PAGE_SIZE, mask=begin < end, other=0)
     elif BLOCK_N % PAGE_SIZE == 0:
@@ -318,8 +316,7 @@ def times_scale(values, scale_ptr, head):
 def sink_share(lse, sink_ptr, head):
     """Returns the sum of all rows' weights, in a softmax that includes the head's sink (ops/attention.py:apply_sink).
 
-    lse: the log-sum-exp of the rows, in base 2.  The fused multiply-add is explicit, as in `_attend_block`.
-    """
+    lse: the log-sum-exp of the rows, in base 2.  The fused multiply-add is explicit, as in `_attend_block`."""
     finite_lse = tl.where(lse == float("-inf"), 0.0, lse)
     sink = tl.load(sink_ptr + head).to(tl.float32)
     return 1.0 / (1.0 + tl.exp2(tl.fma(sink, 1.4426950408889634, -finite_lse)))
@@ -343,8 +340,7 @@ def write_work_item_result(
 ):
     """Write the final result if the request has one split, else a partial result.
 
-    scale: the factor of the scores; 1 for soft-capped scores, which are already scaled.  dtype: the weights' dtype.
-    """
+    scale: the factor of the scores; 1 for soft-capped scores, which are already scaled.  dtype: the weights' dtype."""
     out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, sink_ptr = results
     divisor = tl.where(sum_weights == 0.0, 1.0, sum_weights)
     # One division per query is faster than one per value.

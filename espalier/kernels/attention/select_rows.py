@@ -124,8 +124,7 @@ def _find_threshold(
 def _place_selected(is_visible, key, max_key, key_span, num_skipped_ties, num_earlier_above, num_earlier_equal):
     """Returns, for a chunk: (whether each score is selected, its output index, number above the threshold, of ties).
 
-    num_earlier_above, num_earlier_equal: the numbers of scores above the threshold and of ties in earlier chunks.
-    """
+    num_earlier_above, num_earlier_equal: the numbers of scores above the threshold and of ties in earlier chunks."""
     is_above = is_visible & (key > max_key)
     is_tie = is_visible & (key <= max_key) & (max_key - key <= key_span)
     # One sum counts scores above in its low 16 bits and ties in its high 16 bits: a chunk has fewer than 2^16 scores.

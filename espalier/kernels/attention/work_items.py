@@ -79,8 +79,7 @@ def trigger_merge(first_work_item, num_work_items, USE_PDL: tl.constexpr):
 def work_item_of_program(first_work_item, is_reversed):
     """Returns this program's work item in the iteration that starts at `first_work_item`.
 
-    Every second iteration is reversed, so the program that had the longest work item then gets the shortest.
-    """
+    Every second iteration is reversed, so the program that had the longest work item then gets the shortest."""
     pid = tl.program_id(0)
     return first_work_item + tl.where(is_reversed == 1, tl.num_programs(0) - 1 - pid, pid)
 

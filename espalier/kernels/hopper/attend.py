@@ -290,8 +290,7 @@ def _write_results(
 ):
     """Write the results of 64 packed queries to out [.., queries, heads, HEAD_SIZE] and lse [.., queries, heads].
 
-    result_index: index of the request in `out`, or of the split in the partial results.
-    """
+    result_index: index of the request in `out`, or of the split in the partial results."""
     at = first_packed + gl.arange(0, 64, layout=gl.SliceLayout(1, OUT_LAYOUT))
     row = (result_index * queries + at // GROUP_SIZE) * (KV_HEADS * GROUP_SIZE) + head * GROUP_SIZE + at % GROUP_SIZE
     column = gl.expand_dims(gl.arange(0, HEAD_SIZE, layout=gl.SliceLayout(0, OUT_LAYOUT)), 0)
@@ -364,8 +363,7 @@ def attend_work_items(
 ):
     """Attend to all work items of a program, for the 64 queries of warpgroup number WARPGROUP in each tile.
 
-    scales: pointers to the scales of K and V, read only if rows are FP8.
-    """
+    scales: pointers to the scales of K and V, read only if rows are FP8."""
     HEAD_SIZE: gl.constexpr = CONSTANTS.OUT_SIZE
     SCORE_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CONSTANTS.BLOCK_N, 16])
     OUT_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_SIZE, 16])

@@ -92,8 +92,7 @@ class HopperConfig:
     def registers(self, head_size: int) -> tuple[int, int]:
         """Returns registers per thread: (at launch, in attending warps after the other warps have released registers).
 
-        At launch the programs use all registers of the multiprocessor, up to the limit per thread.
-        """
+        At launch the programs use all registers of the multiprocessor, up to the limit per thread."""
         attend_warps, other_warps = 4 * self.warpgroups, (self.load_warps(head_size), self.convert_warps)
         warps = attend_warps + sum(count for count, _ in other_warps)
         other_registers = sum(count * registers for count, registers in other_warps)
@@ -137,8 +136,7 @@ def choose_hopper_config(
 def needs_block_counts(page_size: int, window: int, head_size: int) -> bool:
     """Whether contiguous blocks must be counted (kernels/attention/kv_splits.py).
 
-    If a page holds whole blocks, all blocks are contiguous.  With a window, the kernel uses no counts.
-    """
+    If a page holds whole blocks, all blocks are contiguous.  With a window, the kernel uses no counts."""
     return not window and page_size % kv_block_rows(head_size) > 0
 
 

@@ -45,8 +45,7 @@ REGISTERS_AT_LAUNCH, LOAD_REGISTERS = 200, 152
 def _visible_rows(block_number, plan, blocks, ancestor_bits_ptr, KEY_LAYOUT: gl.constexpr, CONSTANTS: gl.constexpr):
     """Returns [BLOCK_N] bool: the rows of a block that the request's only query sees.
 
-    ancestor_bits_ptr: the ancestor bits of this query.
-    """
+    ancestor_bits_ptr: the ancestor bits of this query."""
     BLOCK_N: gl.constexpr = CONSTANTS.BLOCK_N
     offset = gl.arange(0, BLOCK_N, layout=KEY_LAYOUT)
     if block_number < blocks.num_committed:

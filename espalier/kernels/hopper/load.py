@@ -48,7 +48,7 @@ def _load_page_ids(
 
 @gluon_kernel
 def _pool_rows(page, first_position, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, ROW_LAYOUT: gl.constexpr):
-    """Returns (row, row_offset [BLOCK_N]): the positions from first_position on are in rows row + row_offset of pages."""
+    """Returns (row, row_offset [BLOCK_N]): the positions from first_position on are in page rows row + row_offset."""
     offset = gl.arange(0, BLOCK_N, layout=ROW_LAYOUT)
     row = gl.to_tensor(0)
     if PAGE_SIZE % BLOCK_N == 0:
@@ -107,8 +107,7 @@ def _load_block(
 ):
     """Start the copies of a block: committed rows from position `first_position` on `page`, or staged rows.
 
-    Rows past the end of the committed or of the staged rows, or below `prefix_begin`, are not read: they may be NaN.
-    """
+    Rows past the end of the committed or of the staged rows, or below `prefix_begin`, are not read: they may be NaN."""
     ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, LOAD_LAYOUT)
     BLOCK_N: gl.constexpr = CONSTANTS.BLOCK_N
     FITS_32_BITS: gl.constexpr = CONSTANTS.PAGE_SIZE % BLOCK_N == 0

@@ -110,8 +110,7 @@ def _decode_int4(w, offset, A_LAYOUT: gl.constexpr):
 def _decode_e2m1(w, factors, FIRST_HALF: gl.constexpr, SECOND_HALF: gl.constexpr, A_LAYOUT: gl.constexpr):
     """Decode 64 columns of E2M1, see quantised_nibbles.py:_decode_e2m1.
 
-    FIRST_HALF, SECOND_HALF: the half of `factors` that holds the factor of a word's first and last 16 columns.
-    """
+    FIRST_HALF, SECOND_HALF: the half of `factors` that holds the factor of a word's first and last 16 columns."""
     zero = w & 0 | 0x80008000
     first = _multiply_add_pair(w & 0x81C081C0, factors, zero, FIRST_HALF)
     second = _multiply_add_pair((w << 4) & 0x81C081C0, factors, zero, FIRST_HALF)

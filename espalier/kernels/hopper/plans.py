@@ -30,8 +30,7 @@ def supports_hopper_product(
 ) -> bool:
     """Returns whether the kernels of hopper/quantised_products.py take a product.
 
-    x: all inputs.  tile_rows: rows of x per tile.  tile_shape: (block_out, block_in, warps) of the plan.
-    """
+    x: all inputs.  tile_rows: rows of x per tile.  tile_shape: (block_out, block_in, warps) of the plan."""
     # The kernels copy 16 bytes at once, and their offsets have 32 bits.
     is_aligned = x.stride(0) % 16 == 0 and x.data_ptr() % 16 == 0 and len(x) * x.stride(0) < 2**31
     return supports_format(weight, x.dtype, tile_rows, gpu) and tile_shape == TILE_SHAPE and is_aligned

@@ -34,8 +34,7 @@ def apply_activation(
 ):  # fmt: skip
     """Returns the activation (ops/activation.py:Activation), in the dtype of gate and up.
 
-    For an activation without a gate, the caller passes up as `gate` too.  NaN stays NaN (tl.minimum would drop it).
-    """
+    For an activation without a gate, the caller passes up as `gate` too.  NaN stays NaN (tl.minimum would drop it)."""
     if LIMIT is not None:
         gate = tl.where(gate > LIMIT, LIMIT, gate)
         up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))

@@ -31,8 +31,7 @@ def _add_normed_kernel(
 ):  # fmt: skip
     """first, second: the outputs of blocks.  FIRST_SPLITS, SECOND_SPLITS: the number of their partial sums.
 
-    second_output_ptr, output_weight_ptr, out_ptr, out_1_ptr, out_2_ptr: None if there is no such tensor.
-    """
+    second_output_ptr, output_weight_ptr, out_ptr, out_1_ptr, out_2_ptr: None if there is no such tensor."""
     DTYPE: tl.constexpr = sum_ptr.dtype.element_ty
     pdl_trigger(USE_PDL)
     row = tl.program_id(0).to(tl.int64)

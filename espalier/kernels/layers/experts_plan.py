@@ -124,8 +124,7 @@ class ExpertsShape:
     def pairs_bucket(self, num_rows: int) -> int:
         """Returns the index of the bucket in PAIRS_BUCKETS.
 
-        num_rows is rounded up to a power of two, so that a batch has the same plan with and without padding.
-        """
+        num_rows is rounded up to a power of two, so that a batch has the same plan with and without padding."""
         pairs = next_power_of_2(num_rows) * self.top_k / self.num_experts
         return next(index for index, bound in enumerate(PAIRS_BUCKETS) if pairs <= bound)
 
@@ -181,8 +180,7 @@ ExpertsPlans = tuple[ExpertsPlan, ...]
 def candidate_plans(tile_rows: int, num_matrices: int, gpu: Chip) -> list[ProductPlan]:
     """Returns the plans of one product that are worth measuring for tiles of `tile_rows` pairs, in 16-bit dtypes.
 
-    num_matrices: matrices that a program reads, 2 for gate and up, 1 for down.
-    """
+    num_matrices: matrices that a program reads, 2 for gate and up, 1 for down."""
     tiles, stages = next((tiles, stages) for max_rows, tiles, stages in CANDIDATE_TILES if tile_rows <= max_rows)
     plans = [ProductPlan(*tile, count) for tile in tiles for count in stages]
     return [plan for plan in plans if plan.fitting_stages(gpu, num_matrices, tile_rows, 2) == plan.stages]
@@ -232,8 +230,7 @@ def quantised_plan_by_rule(
 ) -> ExpertsPlan:
     """Returns the plan of quantised experts.
 
-    plan: the plan of dense experts, which dense matrices keep.  4-bit tiles get at most MAX_NIBBLE_TILE_ROWS rows.
-    """
+    plan: the plan of dense experts, which dense matrices keep.  4-bit tiles get at most MAX_NIBBLE_TILE_ROWS rows."""
     if any(isinstance(matrix, QuantisedMatrix) and matrix.code != "fp8" for matrix in (gate_up, down)):
         plan = replace(plan, tile_rows=min(plan.tile_rows, MAX_NIBBLE_TILE_ROWS))
     # Rows are rounded up, so that a batch has the same plan with and without padding.

@@ -213,8 +213,7 @@ def tile_and_expert(
 ):  # fmt: skip
     """Returns (tile, expert) of this program.  For a shared piece, tile < 0 and expert = 0.
 
-    expert: num_experts for pairs without an expert, -1 for an unused tile.  NUM_PIECES: the shared experts' pieces.
-    """
+    expert: num_experts for pairs without an expert, -1 for an unused tile.  NUM_PIECES: the shared experts' pieces."""
     tile = tl.program_id(1) - NUM_PIECES
     routed = tl.maximum(tile, 0)
     expert = tl.load(experts_ptr + routed).to(tl.int64)

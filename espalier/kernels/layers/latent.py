@@ -165,8 +165,7 @@ def _store_latent(
 ):
     """Norm and rotate the latent at `latent_ptr`, and store it at `out_ptr`.
 
-    norm_ptr: None without a norm.  scale_ptr: the scale of FP8 rows; None for other rows.
-    """
+    norm_ptr: None without a norm.  scale_ptr: the scale of FP8 rows; None for other rows."""
     RANK: tl.constexpr = CONSTANTS.RANK
     ACC_DTYPE: tl.constexpr = CONSTANTS.ACC_DTYPE
     column = tl.arange(0, CONSTANTS.BLOCK_RANK)
@@ -262,8 +261,7 @@ def rotate_and_store_latent(q_rope: Tensor, q: Tensor, latent: Tensor, destinati
 def write_latents(q_inputs: Tensor, k_up: Tensor, q: Tensor, latent: Tensor, destination: LatentDestination) -> None:
     """See ops/rope.py.  q must not be a view of q_inputs.
 
-    The bits and the errors are the same as from head_product and rotate_and_store_latent.
-    """
+    The bits and the errors are the same as from head_product and rotate_and_store_latent."""
     num_unrotated, rank = k_up.shape[1:]
     x, q_rope = q_inputs[..., :num_unrotated], q_inputs[..., num_unrotated:]
     check_latent_sizes(q_rope, q, latent, destination)

@@ -146,8 +146,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan) -> 
 def linear_partial_sums(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan) -> Tensor:
     """For a TritonPlan, each row of x and weight must be contiguous, with any row stride; all tensors have x's dtype.
 
-    Raises EspalierError on other shapes, dtypes or strides, and if the plan does not fit the chip.
-    """
+    Raises EspalierError on other shapes, dtypes or strides, and if the plan does not fit the chip."""
     if plan is None:
         return F.linear(x, weight, bias)
     if isinstance(plan, LibraryPlan):
@@ -159,8 +158,7 @@ def linear_gated(
     x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan, activation: Activation = SILU
 ) -> Tensor:
     """With silu and a TritonPlan, one launch without split-K also computes the activation, which saves two launches.
-    With silu and no plan, many rows on Hopper run in the kernel of hopper/gated.py.
-    """
+    With silu and no plan, many rows on Hopper run in the kernel of hopper/gated.py."""
     num_up_columns(weight.shape[0], activation)
     if activation.is_silu and isinstance(plan, TritonPlan):
         return _launch_kernel(x, weight, bias, replace(plan, splits=1), is_gated=True)

@@ -117,8 +117,7 @@ def _linear_blocks_kernel(
 ):  # fmt: skip
     """y = x · weightᵀ + bias.  Grid: (blocks of weight rows, splits, tiles of rows).  Arguments: see _linear_kernel.
 
-    num_blocks: blocks per row.  GGUF_TYPE: the block format's number; BLOCK_VALUES to GROUP_VALUES: its sizes.
-    """
+    num_blocks: blocks per row.  GGUF_TYPE: the block format's number; BLOCK_VALUES to GROUP_VALUES: its sizes."""
     pdl_trigger_and_wait(USE_PDL)
     w_rows = weight_rows(num_out, BLOCK_OUT, EVEN_OUT, False).to(tl.int64)
     split, num_splits = tl.program_id(1), tl.num_programs(1)

@@ -134,8 +134,7 @@ def _write_dequantised_rows_kernel(
 def write_dequantised_rows(weight: QuantisedMatrix, rows: range, out: Tensor) -> None:
     """Write the values of these rows of a 4-bit matrix to out [rows, in], bfloat16 or float16, contiguous.
 
-    The columns are in the order of the codes.  The reference is quantised.py:dequantise; the bits are equal.
-    """
+    The columns are in the order of the codes.  The reference is quantised.py:dequantise; the bits are equal."""
     (words, scales, factors), num_in = kernel_matrix(weight.rows_from(rows.start)), weight.shape[1]
     scales = scales.view(torch.uint8) if weight.code in E2M1_CODES else scales
     constants = format_constants(weight)

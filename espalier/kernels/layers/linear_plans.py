@@ -75,8 +75,7 @@ RESERVED_SHARED_MEMORY = 1024
 class TuningTable(Generic[P]):
     """The plans measured on one kind of chip, for one activation dtype and one weight format.
 
-    plans: for each size, one plan per bucket.  measurement: the GPU's name and library versions, for people to read.
-    """
+    plans: for each size, one plan per bucket.  measurement: the GPU's name and library versions, for people to read."""
 
     chip: Chip
     dtype: str
@@ -234,8 +233,7 @@ class TritonPlan:
 class LibraryPlan:
     """Several smaller products by PyTorch's library.  Either `pieces` or `splits` is 1.
 
-    pieces: groups of weight rows, with one call for each.  splits: parts of the columns (split-K), all in one call.
-    """
+    pieces: groups of weight rows, with one call for each.  splits: parts of the columns (split-K), all in one call."""
 
     pieces: int
     splits: int
@@ -258,8 +256,7 @@ def candidate_plans(num_rows: int, num_out: int, num_in: int, gpu: Chip) -> list
 def plan_by_rule(num_rows: int, num_out: int, num_in: int, gpu: Chip) -> LinearPlan:
     """Returns the plan of an unmeasured shape, for a bucket of at most `num_rows` rows; None above MAX_RULE_ROWS.
 
-    The rule splits the columns as long as all programs run at once and each program fills its pipeline.
-    """
+    The rule splits the columns as long as all programs run at once and each program fills its pipeline."""
     if num_rows > MAX_RULE_ROWS:
         return None
     if num_rows > MIN_BLOCK_ROWS and -(-num_out // RULE_TILE[0]) <= gpu.processors:
@@ -331,8 +328,7 @@ NO_PLANS: LinearPlans = (None,) * len(ROWS_BUCKETS)
 def plans_for_dense_weight(weight: Tensor) -> LinearPlans | None:
     """Returns the plans for a dense weight [out, in] and activations of the weight's dtype.
 
-    None on a CPU, for dtypes other than bfloat16 and float16, and on a chip without a table.
-    """
+    None on a CPU, for dtypes other than bfloat16 and float16, and on a chip without a table."""
     if not weight.is_cuda or weight.dtype not in DTYPES:
         return None
     shape = weight.shape[0], weight.shape[1]

@@ -108,8 +108,7 @@ def _linear_quantised_kernel(
 ):  # fmt: skip
     """Grid: (blocks of weight rows, splits, tiles of rows).  Arguments: see _linear_kernel and quantised_dot.
 
-    PREFETCHED_LINES: L2 lines of a row's codes that are prefetched before the wait, a power of two.
-    """
+    PREFETCHED_LINES: L2 lines of a row's codes that are prefetched before the wait, a power of two."""
     w_rows = weight_rows(num_out, BLOCK_OUT, EVEN_OUT, IS_GATED).to(tl.int64)
     split, num_splits = tl.program_id(1), tl.num_programs(1)
     steps = tl.cdiv(num_in, BLOCK_IN)

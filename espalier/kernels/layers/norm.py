@@ -73,8 +73,7 @@ def _rms_norm_kernel(
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See ops/norm.py.  Tolerance: two ulps of the reference, because the order of the sum of squares differs.
 
-    A two-dimensional x with contiguous rows, of any row stride, is read in place; other layouts may be copied first.
-    """
+    A two-dimensional x with contiguous rows, of any row stride, is read in place; other layouts may be copied first."""
     flat = x.reshape(-1, x.shape[-1])
     out = torch.empty(flat.shape, dtype=x.dtype, device=x.device)
     _launch_kernel(flat, None, weight, eps, None, out)
@@ -165,8 +164,7 @@ def _norm_router_kernel(
 ):  # fmt: skip
     """SPLITS: the number of delta's partial sums; 1 for a delta without splits.
 
-    rounded_values_ptr: gets the norm rounded to FP8, as in _rms_norm_kernel; may be None.
-    """
+    rounded_values_ptr: gets the norm rounded to FP8, as in _rms_norm_kernel; may be None."""
     pdl_trigger(USE_PDL)
     row = tl.program_id(0).to(tl.int64)
     column, expert = tl.arange(0, BLOCK), tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)

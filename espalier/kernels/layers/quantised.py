@@ -65,8 +65,7 @@ class InputScales:
 class RoundedRows:
     """Inputs of a product that are already rounded to FP8.
 
-    values: FP8 [rows, in].  scales: float32 [rows, groups].  dtype: the dtype before rounding, and of products.
-    """
+    values: FP8 [rows, in].  scales: float32 [rows, groups].  dtype: the dtype before rounding, and of products."""
 
     values: Tensor
     scales: Tensor
@@ -151,8 +150,7 @@ class QuantisedMatrix:
     def permute_rows_in_place(self, new_order: Tensor) -> "QuantisedMatrix":
         """Reorder the rows of all experts [E, out, in], in place.  rows_per_scale must be 1, and zeros None.
 
-        The experts are reordered one by one, so that no second copy of all experts is needed.
-        """
+        The experts are reordered one by one, so that no second copy of all experts is needed."""
         for tensor in (self.codes, self.scales, *(() if self.row_scales is None else (self.row_scales,))):
             for expert in tensor:
                 expert.copy_(expert[new_order.to(expert.device)])
@@ -170,8 +168,7 @@ def make_nibble_matrix(
 ) -> QuantisedMatrix:
     """Make a matrix from packed nibbles in column order: uint8 [..., out, in / 2], low nibbles first.
 
-    scales: as in QuantisedMatrix, but without padding.  For "nvfp4": float8_e4m3fn, at least 0.
-    """
+    scales: as in QuantisedMatrix, but without padding.  For "nvfp4": float8_e4m3fn, at least 0."""
     if code == "nvfp4":
         packed, scales = _without_zero_scales(packed, scales, group_size), _encode_nvfp4_scales(scales)
     if code in E2M1_CODES:
@@ -201,8 +198,7 @@ def _decode_nvfp4_scales(encoded: Tensor, dtype: torch.dtype) -> Tensor:
 def dequantise(matrix: QuantisedMatrix, dtype: torch.dtype, first_row: int = 0, end_row: int | None = None) -> Tensor:
     """Dequantises rows first_row .. end_row-1 of a matrix [out, in].  The columns are in the order of the inputs.
 
-    first_row must be a multiple of rows_per_scale.  Each value is rounded once.
-    """
+    first_row must be a multiple of rows_per_scale.  Each value is rounded once."""
     rows = slice(first_row, matrix.shape[0] if end_row is None else end_row)
     wide_dtype = torch.promote_types(dtype, torch.float32)
     codes = matrix.codes[rows]

@@ -25,8 +25,7 @@ def nibble_dot(
 ):  # fmt: skip
     """Returns the product of quantised_dot for 4-bit codes.  words: int32 [rows, in / 8].  num_in is a multiple of 32.
 
-    If CODE is 1, one of GROUP_SIZE and BLOCK_IN divides the other, or GROUP_SIZE is 0.
-    """
+    If CODE is 1, one of GROUP_SIZE and BLOCK_IN divides the other, or GROUP_SIZE is 0."""
     # The columns of one step.  In int4, the columns of a step share a scale.
     STEP: tl.constexpr = GROUP_SIZE if CODE == 1 and GROUP_SIZE > 0 and GROUP_SIZE < BLOCK_IN else BLOCK_IN
     WORDS: tl.constexpr = STEP // 8
@@ -99,8 +98,7 @@ def _group_of_column(column, num_groups, GROUP_SIZE: tl.constexpr):
 def prefetch_scales(scales_ptr, zero_points_ptr, w_rows, k_begin, k_end, num_in, GROUP_SIZE: tl.constexpr):
     """Prefetch the first and last int4 scales and zero points of columns k_begin .. k_end into the L2.
 
-    The cache lines of the first and the last scale hold most of the other scales too.
-    """
+    The cache lines of the first and the last scale hold most of the other scales too."""
     num_groups = tl.cdiv(num_in, GROUP_SIZE) if GROUP_SIZE > 0 else 1
     ends = tl.minimum(tl.where(tl.arange(0, 2) == 0, k_begin, k_end - 1), num_in - 1)
     groups = ends // GROUP_SIZE if GROUP_SIZE > 0 else ends * 0
@@ -163,8 +161,7 @@ def _decode_int4(w, offset, DTYPE: tl.constexpr, BLOCK_OUT: tl.constexpr, WORDS:
 def decode_words(w, CODE: tl.constexpr, DTYPE: tl.constexpr, BLOCK_OUT: tl.constexpr, WORDS: tl.constexpr):
     """Returns the nibbles or E2M1 numbers of words uint32 [BLOCK_OUT, WORDS]: float32 [BLOCK_OUT, 8 · WORDS].
 
-    The columns are in order.  DTYPE: the dtype in which the words are decoded.  The decoding is exact.
-    """
+    The columns are in order.  DTYPE: the dtype in which the words are decoded.  The decoding is exact."""
     IS_BFLOAT16: tl.constexpr = tl.bfloat16 == DTYPE
     if CODE == 1:
         numbers = _decode_int4(w, tl.full((BLOCK_OUT, WORDS), 0x80008000, tl.uint32), DTYPE, BLOCK_OUT, WORDS)
@@ -204,8 +201,7 @@ def _factors_of_mxfp4_scales(exponents, DTYPE: tl.constexpr):
 def _factors_of_nvfp4_scales(pairs, DTYPE: tl.constexpr):
     """Returns the two NVFP4 scales of an int16, times 2^87 (float16: 2^7), as the two halves of a uint32.
 
-    The stored bits (quantised.py) are the bits of a float16, or of a bfloat16 with the exponent lowered by 192.
-    """
+    The stored bits (quantised.py) are the bits of a float16, or of a bfloat16 with the exponent lowered by 192."""
     bits = pairs.to(tl.uint16, bitcast=True).to(tl.uint32)
     if tl.bfloat16 == DTYPE:
         factors = ((bits & 0xFF) * 16 | (bits & 0xFF00) * 4096) + 0x60006000

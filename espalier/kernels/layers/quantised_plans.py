@@ -85,8 +85,7 @@ def tuning_format_name(weight: QuantisedMatrix) -> str:
 def max_block_in(weight: QuantisedMatrix) -> int:
     """Returns the most columns of a weight tile.
 
-    FP8: the columns that share a scale.  If MAX_FP8_SUM_COLUMNS divides their number: 2 · MAX_FP8_SUM_COLUMNS.
-    """
+    FP8: the columns that share a scale.  If MAX_FP8_SUM_COLUMNS divides their number: 2 · MAX_FP8_SUM_COLUMNS."""
     if weight.code != "fp8":
         return 256
     groups = [weight.group_size]
@@ -109,8 +108,7 @@ def plan_by_rule(
 ) -> TritonPlan:
     """Returns the plan where nothing is measured.
 
-    is_grouped: whether each group of columns has its own scale.  input_bytes: bytes of an input, for FP8 weights.
-    """
+    is_grouped: whether each group of columns has its own scale.  input_bytes: bytes of an input, for FP8 weights."""
     tile = min(block_rows(num_rows), MAX_BLOCK_ROWS)
     num_tiles = -(-num_rows // tile)
     max_splits = MAX_SPLITS if num_rows <= SPLIT_ROWS else 1
@@ -244,8 +242,7 @@ SUM_SPLITS_US = 1.0
 def candidate_plans(num_rows: int, weight: QuantisedMatrix, gpu: Chip) -> list[TritonPlan]:
     """Returns the plans to measure against the rule's plan; none for FP8 groups of less than MIN_BLOCK_IN columns.
 
-    The plans of different tiles alternate, so that the first few plans include the best plan of each tile.
-    """
+    The plans of different tiles alternate, so that the first few plans include the best plan of each tile."""
     num_in, max_columns, is_fp8 = weight.shape[-1], max_block_in(weight), weight.code == "fp8"
     tile = min(block_rows(num_rows), MAX_BLOCK_ROWS)
     candidates = MEMORY_BOUND_CANDIDATES if num_rows <= MEMORY_BOUND_ROWS else COMPUTE_BOUND_CANDIDATES

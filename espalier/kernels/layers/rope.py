@@ -70,8 +70,7 @@ def _rotate_kernel(
 ):  # fmt: skip
     """left, right: the halves of a head's rotated values; rest: the unrotated values after them.
     V_IS_K: qkv has no V heads; each K head is also stored as V, before RoPE, normed if HAS_V_NORM.
-    HAS_GATES: qkv has a gate after each Q head.  FP8_MAX: the largest FP8 value, for K and V rows in FP8.
-    """
+    HAS_GATES: qkv has a gate after each Q head.  FP8_MAX: the largest FP8 value, for K and V rows in FP8."""
     pdl_trigger_and_wait(USE_PDL)
     n = tl.program_id(0).to(tl.int64)
     row = tl.load(row_ptr + n * row_stride_n)

@@ -48,8 +48,7 @@ def library_supports_product(x: InputRows, weight: QuantisedMatrix) -> bool:
 def scaled_product(x: InputRows, weight: QuantisedMatrix, bias: Tensor | None) -> Tensor:
     """Return x [rows, in] · weightᵀ + bias as a new tensor [rows, out].  Needs library_supports_product(x, weight).
 
-    Tolerance: as linear_quantised.py for rounded inputs on a GPU.
-    """
+    Tolerance: as linear_quantised.py for rounded inputs on a GPU."""
     assert weight.input_scales is not None
     num_out, scales = weight.shape[0], weight.scales.float()
     if _has_row_scales(weight):

@@ -67,7 +67,7 @@ KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_LATENT_HEAD_SIZE = 256
 # A tile's output stays in registers: 64 queries x 512 float32 values take half of a multiprocessor's registers.
 MAX_HEAD_SIZE = MAX_V_SIZE = 512
-# The most values of a latent row.
+# The most values of a latent row (latent and RoPE part together).
 MAX_ROW_SIZE = 576
 OutAndLse = tuple[Tensor, Tensor]
 T = TypeVar("T")
@@ -79,8 +79,8 @@ class Prefix:
 
     page_table: [B, table_width] int32.  length: [B] int64.  The rows first_position .. length-1 exist.  first_position
     is 1 for an EAGLE draft, because a row is computed from the target's hidden state at the position before.
-    plan_cache: values that an attention backend computes once for all passes over this prefix, such as its splits.
-    If a length may have changed, a new Prefix must be made.
+    plan_cache: values that an attention backend computes once for all passes over this prefix, such as KVSplits.  After
+    any change of `length`, a new Prefix must be made, because plan_cache may be out of date.
     """
 
     page_table: Tensor
@@ -120,7 +120,7 @@ class Nodes:
 
     @classmethod
     def chain(cls, positions: Tensor) -> Nodes:
-        """Returns the Nodes of a chain at positions [B, Q], with Q = R."""
+        """Returns the Nodes of a chain at positions [B, Q].  Every row is a query, so R is Q."""
         return cls(positions, positions, None)
 
     def single_query(self, row: Tensor) -> Nodes:
@@ -138,7 +138,7 @@ class AttentionInputs(NamedTuple):
     """The arguments of one launch of an attention kernel.
 
     q: [B, Q, heads, k_size].  pages: K and V, [rows, kv_heads, size], where row = page * page_size + offset.
-    splits: the splits of the committed rows (KVSplits), for this window.  scale: the factor of q · k.
+    splits: the splits of the committed rows; with a window, of the rows inside the window.  scale: the factor of q · k.
     staged: K and V of the staged rows, [B, R, kv_heads, size]; None: queries attend to committed rows alone.
     window, softcap: see LayerSpec.  sink: see apply_sink.  kv_scales: the scales of committed and staged K and V in
     FP8; None for other dtypes.
@@ -172,8 +172,7 @@ class AttentionInputs(NamedTuple):
 class PartialResults:
     """The attention results of each split: out [B * max_splits, Q, heads, v_size] and lse [B * max_splits, Q, heads].
 
-    Both are float32.  lse, the log-sum-exp, is base 2.  If a request has a single split, its entry is not written.
-    """
+    Both are float32.  lse, the log-sum-exp, is base 2.  The entry of a request with a single split is not written."""
 
     out: Tensor
     lse: Tensor
@@ -186,7 +185,8 @@ class PartialResults:
 
 
 def empty_prefix(batch: int, device: torch.device) -> tuple[Prefix, KVSplits]:
-    """Returns prefixes without rows, and their splits.  For such a prefix, the kernel reads staged rows alone."""
+    """Returns (a Prefix without rows for each request, its splits).  With such a prefix, a kernel reads only staged
+    rows."""
     starts = torch.ones(2 * batch + 1, dtype=torch.int32, device=device)
     starts[: batch + 1] = torch.arange(batch + 1, dtype=torch.int32, device=device)
     table = torch.zeros(batch, SPLIT_COLUMNS, dtype=torch.int32, device=device)
@@ -214,7 +214,8 @@ def has_staged_kernel(inputs: AttentionInputs) -> bool:
 def count_contiguous_blocks(
     splits: KVSplits, page_table: Tensor, page_size: int, first_position: int, block_rows: int
 ) -> Tensor:
-    """Returns [B * max_splits] int32: how many blocks at the beginning of each split are contiguous in the page pool.
+    """Returns [B * max_splits] int32: how many of a split's first blocks have their rows side by side in the memory of
+    pages.
 
     Only unmasked blocks are counted: full blocks whose rows all exist (work_items.py:count_committed_blocks).  Counting
     stops at the first block that is not contiguous.  Entries past the last split are undefined.
@@ -254,7 +255,7 @@ def merge_results(first_result: OutAndLse, second_result: OutAndLse, sink: Tenso
 def merge_splits(
     partial_results: PartialResults, splits: KVSplits, out: Tensor, lse: Tensor, sink: Tensor | None = None
 ) -> None:
-    """Merge the results of requests with several splits into out [B, Q, heads, v_size] and lse [B, Q, heads].
+    """Merge partial_results of requests with several splits into out [B, Q, heads, v_size] and lse [B, Q, heads].
 
     lse is float32, natural log, and does not include the sink.  sink: [heads], see apply_sink.  A query that attends to
     no rows gets zeros and lse -inf.
@@ -289,7 +290,7 @@ def tree_attention(
     None: it is chosen by shape.  num_contiguous_blocks: the result of count_contiguous_blocks for these splits.
     Without these counts the launch is slower; the result is the same.
     """
-    # The reference is one masked attention over all rows.  Rows that do not exist are read as zeros.
+    # The reference is one masked attention over all rows.  Rows that do not exist are replaced by zeros.
     (batch, queries), table = inputs.nodes.positions.shape, inputs.prefix.page_table
     row_positions = torch.arange(table.shape[1] * inputs.page_size, device=inputs.q.device).expand(batch, -1)
     exists = inputs.prefix.contains(row_positions)

@@ -20,8 +20,7 @@ L2_NORM_EPS = 1e-6
 class ShortConv(NamedTuple):
     """A causal convolution of each channel over the last `taps` rows, then silu if applies_silu.
 
-    weight: [channels, taps]; the last tap is for the row itself.  bias: [channels] or None.
-    """
+    weight: [channels, taps]; the last tap is for the row itself.  bias: [channels] or None."""
 
     weight: Tensor
     bias: Tensor | None = None
@@ -43,8 +42,7 @@ class StateRows(NamedTuple):
 def convolve(inputs: Tensor, tail: Tensor, parents: Tensor | None, conv: ShortConv) -> Tensor:
     """Returns the convolution of `inputs` [B, R, C], with the same shape and dtype.
 
-    tail: [B, taps - 1, C], the inputs before the first row.  parents: [B, R], each row's parent; None: a chain.
-    """
+    tail: [B, taps - 1, C], the inputs before the first row.  parents: [B, R], each row's parent; None: a chain."""
     (batch, rows), tail_rows = inputs.shape[:2], tail.shape[1]
     wide_dtype = torch.promote_types(inputs.dtype, torch.float32)
     values, weight = torch.cat((tail, inputs), 1).to(wide_dtype), conv.weight.to(wide_dtype)
@@ -74,7 +72,7 @@ def l2_normalize(x: Tensor) -> Tensor:
 
 
 class StateUpdates(NamedTuple):
-    """What rows add to a state: row i adds k[i] ⊗ values[i].
+    """The outer products that rows add to a state: row i adds k[i] ⊗ values[i].
 
     values: [B, heads, R, v_size].  k: [B, heads, R, k_size].  log_decay: [B, heads, R], the sum of the log decays of
     each row and its ancestors.
@@ -177,5 +175,5 @@ def _pairwise_decay(decay: Tensor, ancestor_mask: Tensor) -> Tensor:
 
 
 def _to_head_major(values: Tensor, num_heads: int) -> Tensor:
-    """Rearranges [B, R, k_heads, size] to [B, num_heads, R, size].  If heads share a head of k, each gets a copy."""
+    """Rearranges [B, R, k_heads, size] to [B, num_heads, R, size].  Heads that share a head of k get a copy each."""
     return values.transpose(1, 2).repeat_interleave(num_heads // values.shape[2], 1)

@@ -75,7 +75,7 @@ def write_rows(planes: Sequence[Tensor], cache_rows: Tensor, values: Sequence[Te
 
 
 def _norm_heads(qk: Tensor, heads: int, norms: HeadNorms | None) -> Tensor:
-    """Returns the Q and K heads qk, normed if the model has head norms.  heads: the number of Q heads."""
+    """Returns qk [N, Q heads then K heads, size], normed if the model has head norms.  heads: the number of Q heads."""
     if norms is None:
         return qk
     parts = zip((qk[:, :heads], qk[:, heads:]), norms[:2], strict=True)
@@ -93,7 +93,7 @@ class LatentFormat:
 
     norm: [size - rotary], the weight of the RMS norm of the other values; None: no norm.  eps: the eps of the norm.
     interleaved: whether the input has the values of a rotated pair at 2i and 2i + 1, as with DeepSeek's weights, and
-    not at i and i + rotary / 2.  In the result they are always at i and i + rotary / 2.
+    not at i and i + rotary / 2.  In the result, a pair is always at i and i + rotary / 2.
     """
 
     norm: Tensor | None = None

@@ -21,12 +21,12 @@ from espalier.kernels.ops.state import page_rows
 from espalier.kernels.runtime.op import op
 from espalier.layout import next_bucket
 
-# The most products of queries and keys that the reference holds at once.
+# The most products q · k (of one index head of a query with one key) that the reference holds at once.
 MAX_REFERENCE_PRODUCTS = 2**25
 # Limits of the kernels: the values of a key, and the number of chosen rows.
 MAX_INDEX_SIZE = 256
 MAX_TOPK = 8192
-# Adjacent rows per group.  A selection first reads the highest score of each group.  Then it reads only few groups.
+# Adjacent rows per group.  A selection first reads the highest score of each group, and then the scores of few groups.
 SCORE_GROUP_SIZE = 8
 # Splits start at multiples of this number of rows.  No attention kernel reads larger blocks of rows (BLOCK_N).
 SPLIT_ALIGNMENT = 64
@@ -36,7 +36,8 @@ SPLIT_ALIGNMENT = 64
 # queries over wide latent rows also get short splits, because one program reads wide rows slowly.
 MIN_SPLIT_ROWS, MIN_SHORT_SPLIT_ROWS, MIN_LARGE_TILE_SPLIT_ROWS = 128, 64, 320
 SMALL_TILE_QUERIES = 16
-# The most rows of a split in any batch.  With longer splits, a long request would run alone at the end.
+# The most rows of a split, unless a larger limit below applies.  With longer splits, a long request would run alone at
+# the end.
 MAX_SPLIT_ROWS = 2048
 # Number of programs that fill a GPU (H200, docs/log.md): two per multiprocessor, because one program alone reads K and
 # V at about half of the bandwidth.  With a large tile of packed queries, one program keeps the tensor cores busy.
@@ -147,8 +148,7 @@ class SelectedRows(NamedTuple):
 def mark_top_rows(scores: Tensor, topk: int) -> Tensor:
     """Returns [..., N] bool: whether each of scores [..., N] is above -inf and among the topk highest.
 
-    The columns are in order of position.  Among equal scores, later positions are chosen.
-    """
+    The columns are in order of position.  Among equal scores, later positions are chosen."""
     exists = scores > -torch.inf
     if scores.shape[-1] <= topk:
         return exists
@@ -178,8 +178,7 @@ def score_keys(queries: IndexerQueries, keys: Tensor) -> Tensor:
 def rotate_and_store_index(indexer_inputs: IndexerInputs, cache_rows: Tensor, plane: Tensor) -> Tensor:
     """Norm and rotate the index keys, and write them to rows cache_rows [N] of `plane` [R, 1, size].
 
-    Returns the index queries [N, heads, size], rotated.
-    """
+    Returns the index queries [N, heads, size], rotated."""
     norm, rotary = indexer_inputs.norm, indexer_inputs.rotation.cos.shape[1]
     size = indexer_inputs.k.shape[-1]
     k = F.layer_norm(indexer_inputs.k, (size,), norm.weight, norm.bias, norm.eps)[:, None]
@@ -188,8 +187,8 @@ def rotate_and_store_index(indexer_inputs: IndexerInputs, cache_rows: Tensor, pl
     return q
 
 
-# Rotates the first `rotary` values of each head of x [N, heads, size].
 def _rotate_x(x: Tensor, rotation: Rotation, rotary: int, is_interleaved: bool) -> Tensor:
+    """Rotates the first `rotary` values of each head of x [N, heads, size].  is_interleaved: see IndexerInputs."""
     if is_interleaved:
         paired = x[..., :rotary].unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
         x = torch.cat((paired, x[..., rotary:]), -1)

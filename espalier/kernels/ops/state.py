@@ -123,8 +123,7 @@ def advance(
 def gather_slots(table: SlotTable, slot_indices: Tensor, page_updates: ScatterUpdate | None = None) -> BatchState:
     """Writes `page_updates` to the page tables, then returns the BatchState of the slots `slot_indices` [B] int64.
 
-    page_updates: an update of any slots of the table; several values for one cell must be equal.
-    """
+    page_updates: an update of any slots of the table; several values for one cell must be equal."""
     if page_updates is not None:
         table.write({"page_table": page_updates})
     prefix_len = table.prefix_len[slot_indices]
@@ -159,8 +158,7 @@ def read_chain(
 def store_carried_field(slots: BatchState, field_name: str, values: Tensor, num_tokens: Tensor) -> None:
     """Store row num_tokens - 1 (row 0 for no tokens) of `values` [B, W, H] in each slot, for the slot's next launch.
 
-    field_name: a name in DraftSpec.slot_tensor_shapes.  num_tokens: [B] int64.
-    """
+    field_name: a name in DraftSpec.slot_tensor_shapes.  num_tokens: [B] int64."""
     last = (num_tokens - 1).clamp(min=0)[:, None, None].expand(-1, 1, values.shape[2])
     slots.table.carried[field_name][slots.index] = values.gather(1, last)[:, 0]
 

@@ -222,8 +222,7 @@ def prepare_rows(
 ) -> None:
     """Convolve inputs [N, columns], and fill the buffers of `out` that are not None.
 
-    inputs: may be partial sums [parts, N, columns] float32, which are added and rounded to the dtype of rows.tail.
-    """
+    inputs: may be partial sums [parts, N, columns] float32, which are added and rounded to the dtype of rows.tail."""
     inputs = add_partial_sums.reference(inputs, rows.tail.dtype)
     ordered = columns.in_channel_order(inputs)
     tail = conv_tail_before(ordered, rows)
@@ -297,8 +296,7 @@ def chain_outputs(
 def commit_states(state: Tensor, rows: StateRows, path: PathRows, is_delta_rule: bool) -> None:
     """Update the slots' states by the rows of accepted paths, in every layer.
 
-    state: [layers, table rows, heads, k_size, v_size].  rows: all staged rows of the pass, [layers, n, ...] each.
-    """
+    state: [layers, table rows, heads, k_size, v_size].  rows: all staged rows of the pass, [layers, n, ...] each."""
     assert path.source_rows is not None
     mask = causal_mask(path.width, state.device)
     for layer, table in enumerate(state):
@@ -311,8 +309,7 @@ def commit_states(state: Tensor, rows: StateRows, path: PathRows, is_delta_rule:
 def commit_tails(tail: Tensor, inputs: Tensor, path: PathRows, columns: ConvColumns) -> None:
     """Update the tails by the convolution's inputs on accepted paths, in every layer.
 
-    tail: [layers, table rows, taps - 1, channels].  inputs: [layers, n, columns], at all staged rows of the pass.
-    """
+    tail: [layers, table rows, taps - 1, channels].  inputs: [layers, n, columns], at all staged rows of the pass."""
     for layer, table in enumerate(tail):
         ordered = columns.in_channel_order(inputs[layer])
         rows = RowInputs(table, path.slots, None, path.continues_previous, path.width)
@@ -375,8 +372,8 @@ def gated_norm(
     return (rms_norm.reference(x, weight, eps).to(wide_dtype) * values).to(x.dtype).flatten(1)
 
 
-# Returns out + skip_weight · v, or `out` without a skip_weight, in v's dtype.
 def _add_skip(out: Tensor, rows: StateRows, skip_weight: Tensor | None) -> Tensor:
+    """Returns out + skip_weight · v, or `out` without a skip_weight, in v's dtype."""
     out = out if skip_weight is None else torch.addcmul(out, skip_weight[:, None], rows.v.to(out.dtype))
     return out.to(rows.v.dtype)
 

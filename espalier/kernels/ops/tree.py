@@ -299,6 +299,5 @@ def accept(
 def gather_rows(rows: Tensor, *parts: Tensor) -> Tensor:
     """Returns out [B, W, p·n] with out[b, w] = values[b, rows[b, w]], an exact copy.
 
-    rows: [B, W] int64.  parts: `values` [B, D, p·n], cut into p tensors [B, D, n] with the same strides.
-    """
+    rows: [B, W] int64.  parts: `values` [B, D, p·n], cut into p tensors [B, D, n] with the same strides."""
     return torch.cat([part.gather(1, rows[..., None].expand(-1, -1, part.shape[2])) for part in parts], 2)

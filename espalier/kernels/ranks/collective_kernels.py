@@ -111,8 +111,7 @@ def _all_reduce_kernel(
 ):  # fmt: skip
     """Write the sum over the ranks to out; with a residual, write residual + sum to sum_ptr and its norm to out.
 
-    OWN_COLUMNS: the number of columns that each rank sums if two-shot; 0 if one-shot.
-    """
+    OWN_COLUMNS: the number of columns that each rank sums if two-shot; 0 if one-shot."""
     pdl_trigger_and_wait(USE_PDL)
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     program = tl.program_id(0)

@@ -179,8 +179,7 @@ def _prepare_rows_kernel(
 ):  # fmt: skip
     """Computes a head of q, k or v for BLOCK_R rows.  For channels and columns see ops/states.py:ConvColumns.
 
-    This kernel waits for the previous kernel before it lets the next kernel start, which may read states (tree.py).
-    """
+    This kernel waits for the previous kernel before it lets the next kernel start, which may read states (tree.py)."""
     pdl_wait(USE_PDL)
     pdl_trigger(USE_PDL)
     row = tl.program_id(1).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)

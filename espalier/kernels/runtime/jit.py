@@ -90,8 +90,7 @@ def from_fp8(values, dtype: tl.constexpr):
 def divide_and_clamp_to_fp8(values, scale, FP8_MAX: tl.constexpr):
     """Returns values / scale, clamped to FP8's range, in float32.  Infinite quotients become NaN.
 
-    values, scale: float32 or float64, of shapes that broadcast.
-    """
+    values, scale: float32 or float64, of shapes that broadcast."""
     # The division is IEEE, so that the bytes equal the reference's.
     if values.dtype == tl.float32:
         quotient = tl.div_rn(values, tl.zeros_like(values) + scale)

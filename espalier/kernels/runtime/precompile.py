@@ -57,8 +57,7 @@ def precompile() -> Iterator[Sequence[Future[Any]]]:
 class KernelCompiler:
     """The executor for Triton's AsyncCompileMode, whose threads compile kernels.
 
-    futures: one future per compilation; jit_functions: the functions whose kernels were requested, by id.
-    """
+    futures: one future per compilation; jit_functions: the functions whose kernels were requested, by id."""
 
     def __init__(self) -> None:
         self.thread_pool = ThreadPoolExecutor(min(available_cores(), MAX_THREADS), "espalier-compile")

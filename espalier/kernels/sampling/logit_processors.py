@@ -59,8 +59,7 @@ class SlotArguments(NamedTuple):
 class DraftedArguments(NamedTuple):
     """Drafted tokens, ancestor bits and token masks.  Penalties count tokens first_output .. num_tokens - 1.
 
-    mask_ptr: token masks, one bit per token.  mask_words: words of a mask; 0: there are no masks.
-    """
+    mask_ptr: token masks, one bit per token.  mask_words: words of a mask; 0: there are no masks."""
 
     tokens_ptr: Any
     tokens_stride: Any

@@ -100,8 +100,7 @@ def _gather_slots_kernel(
 ):  # fmt: skip
     """Write new page-table entries, then read a batch's slots.
 
-    Each program writes the entries of the slot that it reads.  The first program writes the entries of all slots.
-    """
+    Each program writes the entries of the slot that it reads.  The first program writes the entries of all slots."""
     pdl_trigger_and_wait(USE_PDL)
     b = tl.program_id(0).to(tl.int64)
     slot = tl.load(index_ptr + b * index_stride)

@@ -76,8 +76,7 @@ def _edge_factors_kernel(
 ):  # fmt: skip
     """Weights are transposed, [BLOCK_RANK, BLOCK_OUT].  Weights e_* multiply the embedding, weights s_* the state.
 
-    BLOCK_RANK: values of an embedding, or of a state, that one step multiplies.
-    """
+    BLOCK_RANK: values of an embedding, or of a state, that one step multiplies."""
     pdl_trigger(USE_PDL)
     b = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)

@@ -63,8 +63,7 @@ def _unpack_tie_break(tie_break):
 def _path_key(parent_score, logp):
     """Returns the integer key of a path's score; for no path, a key below that of -inf.
 
-    parent_score: the score of the path's parent, which is not -0.0.  So the sum is not -0.0.
-    """
+    parent_score: the score of the path's parent, which is not -0.0.  So the sum is not -0.0."""
     score = parent_score + logp
     # The comparison is also False for NaN.
     return tl.where(score > float("-inf"), float_to_key(score), -2147483648)
@@ -79,8 +78,7 @@ def _select_paths_kernel(
 ):  # fmt: skip
     """Select node i in step i.  The next sibling takes the node's entry; the first child becomes entry i.
 
-    Keys, tie breaks and scores are integers, because the maximum of integers over a warp is one instruction.
-    """
+    Keys, tie breaks and scores are integers, because the maximum of integers over a warp is one instruction."""
     pdl_trigger_and_wait(USE_PDL)
     request = tl.program_id(0).to(tl.int64)
     scores_ptr += request * (STEPS * ROWS * TOPK)
