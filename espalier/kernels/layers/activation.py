@@ -1,4 +1,4 @@
-"""The activation of an MLP: a kernel that computes it alone, and the functions that other kernels call.
+"""The activation of an MLP: a kernel that computes only the activation, and functions that other kernels call.
 
 Grid: (rows, blocks of BLOCK columns), or (rows, 1) if rows are rounded to FP8.  Kernels compute in float32
 (float64 for float64).
@@ -57,7 +57,8 @@ def _activation_kernel(
     ACC_DTYPE: tl.constexpr, GROUP_COLUMNS: tl.constexpr, FP8_MAX: tl.constexpr, BLOCK: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """rounded_values_ptr: if not None, a program rounds a whole row to FP8 in groups of GROUP_COLUMNS columns."""
+    """x_ptr: gate and up, or partial sums of them.  rounded_values_ptr: if not None, a program rounds a whole row to
+    FP8, in groups of GROUP_COLUMNS columns."""
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     pdl_trigger_and_wait(USE_PDL)
     row = tl.program_id(0).to(tl.int64)

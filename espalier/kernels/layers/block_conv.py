@@ -1,16 +1,16 @@
-"""The convolutions of a DFlash 2 draft: a few taps over a row of a block and the rows before it.
+"""The convolutions of a DFlash 2 draft.  Each sums a few rows of a block: the row itself and the rows before it.
 
 Row i of a block becomes the sum over taps t of row i - t times (base[t] + delta[t]).  Rows before the block count as
 zeros.  `base` has a coefficient for each channel.  `delta` has a coefficient for each group of adjacent channels: the
 product of row i of the sublayer's input with a matrix.  Half of the matrix rows are for the convolution of the input,
 the other half for the convolution of the output.
-One launch computes the product and the input's convolution.  Grid: (tiles of rows, blocks of groups).  A program
+`block_conv` computes the product and the input's convolution.  Grid: (tiles of rows, blocks of groups).  A program
 multiplies its rows with the matrix rows of its groups, and convolves the channels of these groups.
 
 Tolerance: the product has the tolerance of linear.py and is rounded.  The float32 convolution is rounded once.
 
-Another launch computes the output's convolution, the residual addition and the next norm.  Grid: one program per row,
-which holds the whole row in registers and reads the output's rows of all taps.
+`block_conv_norm` computes the output's convolution, the residual addition and the next norm.  Grid: one program per
+row, which holds the whole row in registers and reads the output's rows of all taps.
 
 Tolerance: the sublayer's output is summed from its parts and rounded, convolved in float32 (float64 for float64), and
 rounded before the addition.  The addition and the norm are computed as in kernels/layers/norm.py.
@@ -28,7 +28,8 @@ from espalier.kernels.runtime.jit import kernel, load_sum
 from espalier.kernels.runtime.launch import acc_dtype, chip, next_power_of_2, require, warps_for
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 
-# Per program: the rows (the fewest that tensor cores support), the groups, and the columns of a step of the product.
+# Per program of block_conv: its rows (the fewest that tensor cores support), its groups, and the columns of one step of
+# the product.
 ROWS, GROUPS, COLUMNS = 16, 8, 128
 
 

@@ -1,7 +1,8 @@
-"""The input rows of a model in one launch: look up token embeddings and the cos and sin of their positions.
+"""Makes the input rows of a model in one launch: looks up token embeddings, and cos and sin of the positions.
 
-For an EAGLE draft model, x is [normed embedding, normed hidden state of the parent row].  Grid: (rows, 1 or 2).  The
-first program of a row looks up embedding, cos and sin.  For a draft, a second program norms the hidden state.
+For an EAGLE draft model, a row of x is the normed embedding, then the normed hidden state of the parent row.  Grid:
+(rows, 1 or 2).  The first program of a row looks up embedding, cos and sin.  For a draft, a second program norms the
+hidden state.
 """
 
 import torch
