@@ -136,8 +136,7 @@ def _gated_kernel(
 
     w: [E, NUM_MATRICES · num_out, num_in]; bias: [E, NUM_MATRICES · num_out].  EVEN_IN: BLOCK_IN divides num_in.
     shared: [2 · NUM_PIECES · num_out, num_in], of which PREFETCHED_COLUMNS columns are prefetched; None: no pieces.
-    CODE: None for dense experts.  For quantised experts, CODE to INPUT_GROUP_SIZE are arguments of quantised_dot.
-    """
+    CODE: None for dense experts.  For quantised experts, CODE to INPUT_GROUP_SIZE are arguments of quantised_dot."""
     column, ks = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT), tl.arange(0, BLOCK_IN)
     if NUM_PIECES > 0 and USE_PDL:
         prefetch_shared_piece(shared_ptr, column, num_out, num_in, NUM_PIECES, BLOCK_OUT, PREFETCHED_COLUMNS)
@@ -207,8 +206,7 @@ def _down_kernel(
 
     x: [(K + NUM_PIECES) · N, num_in], in order of place.  EVEN_IN, CODE: as in _gated_kernel.
     shared: [num_out, NUM_PIECES · num_in].  The routing weight of shared pieces is 1.
-    PREFETCHED_LINES: L2 lines of each weight row's codes that are prefetched before the wait, a power of two.
-    """
+    PREFETCHED_LINES: L2 lines of each weight row's codes that are prefetched before the wait, a power of two."""
     pdl_trigger(USE_PDL)
     tile, expert = tile_and_expert(tile_experts_ptr, live_ptr, top_k, num_experts, NUM_PIECES, IS_SORTED, HAS_LIVE)
     column, ks = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT), tl.arange(0, BLOCK_IN)
@@ -274,8 +272,7 @@ def grouped_experts(
     contiguous.
 
     If the plan is the same, the bits of a row do not depend on the other rows.
-    Raises EspalierError on other shapes, dtypes or strides.
-    """
+    Raises EspalierError on other shapes, dtypes or strides."""
     num_rows, hidden = input_values(x).shape
     _check_arguments(x, gate_up, down, expert_ids, routing_weights, biases, activation)
     gate_up_bias, down_bias = (None, None) if biases is None else (biases.gate_up, biases.down)

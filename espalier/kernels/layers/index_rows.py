@@ -22,7 +22,7 @@ from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 def _norm_key(
     key_ptr, weight_ptr, bias_ptr, column, column_exists, mean, scale, DTYPE: tl.constexpr, ACC_DTYPE: tl.constexpr
 ):
-    """Returns some columns of the normed key, rounded to DTYPE."""
+    """Returns the values of the normed key at `column`, rounded to DTYPE.  scale: 1 / the key's standard deviation."""
     x = tl.load(key_ptr + column, mask=column_exists, other=0.0).to(ACC_DTYPE)
     weight = tl.load(weight_ptr + column, mask=column_exists, other=0.0).to(ACC_DTYPE)
     bias = tl.load(bias_ptr + column, mask=column_exists, other=0.0).to(ACC_DTYPE)

@@ -2,11 +2,13 @@
 
 K is the whole row, [normed latent, rotated RoPE part].  V is the latent part of the same row (DeepSeek-AI 2024,
 arXiv:2405.04434, section 2.1).  On a GPU this is one launch.  The first program of a row stores the latent, and the
-others rotate blocks of query heads.  For few rows, further programs multiply queries with k_up (write_latents).
+row's other programs rotate blocks of query heads.  In `write_latents` with few rows, more programs of the launch
+multiply queries with k_up.
 
-`head_product` multiplies each head's rows with the head's own matrix: v_up, or k_up.  Grid: (blocks of outputs, heads).
-A program multiplies all rows for BLOCK_OUT outputs of one head.  A program loads its part of the matrix before it waits
-for the previous kernel (PDL).  The kernel is for few rows: above MAX_HEAD_ROWS, PyTorch's batched product is faster.
+`head_product` multiplies the rows of each head with the head's own matrix (v_up or k_up).  Grid: (blocks of outputs,
+heads).  A program multiplies all rows for BLOCK_OUT outputs of one head.  A program loads its part of the matrix before
+it waits for the previous kernel (PDL).  The kernel is for few rows: above MAX_HEAD_ROWS, PyTorch's batched product is
+faster.
 
 Tolerance: sums are in float32, in another order than in other implementations, and are rounded once.
 """
@@ -112,7 +114,8 @@ HEADS_PER_PROGRAM = 16
 @kernel
 def load_rotated_halves(values_ptr, cos_ptr, sin_ptr, mask, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr,
                     ACC_DTYPE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Returns (left, right): the rotated halves of values at values_ptr [.., 1], all of the same token position."""
+    """Returns (left, right): the rotated halves of the values at values_ptr [.., 1], which all belong to one token
+    position."""
     column = tl.arange(0, BLOCK)
     half: tl.constexpr = ROTARY // 2
     exists = column < half
@@ -143,8 +146,9 @@ def store_halves(ptrs, left, right, mask, ROTARY: tl.constexpr, BLOCK: tl.conste
 
 
 class LatentConstants(NamedTuple):
-    """Constexpr arguments.  RANK, Q_ROPE_OFFSET: the number of values before the rotated ones, in a latent row and in a
-    query head.  BLOCK_H: heads per program.  BLOCK_RANK, BLOCK: powers of two, at least RANK and ROTARY / 2."""
+    """Constexpr arguments.  RANK: the number of values before the rotated values in a latent row.  Q_ROPE_OFFSET: the
+    same in a query head.  BLOCK_H: heads per program.  BLOCK_RANK, BLOCK: powers of two, at least RANK and ROTARY / 2.
+    """
 
     EPS: float
     HEADS: int
