@@ -65,7 +65,7 @@ def _add_normed_kernel(
     if SCALE != 1.0:
         x = (x * SCALE).to(DTYPE).to(ACC_DTYPE)
     total = (x + added).to(DTYPE)
-    # evict_last: the next norm reads the sum again, after a linear's weights have passed through the L2.
+    # evict_last, because the next norm reads the sum again, after a linear layer's weights have passed through the L2.
     tl.store(sum_ptr + row * ROW_SIZE + column, total, mask=mask, eviction_policy="evict_last")
     x = total.to(ACC_DTYPE)
     if out_ptr is not None:

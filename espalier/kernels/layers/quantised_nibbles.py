@@ -1,7 +1,7 @@
 """The inner loop of products with 4-bit matrices.  Nibbles become numbers in the registers of the tensor cores.
 
-Decoding may take about two instructions per weight, because memory delivers some 25 weights per cycle to each
-multiprocessor (docs/log.md).  So every instruction decodes several nibbles.  A mask leaves two nibbles in the two
+Decoding must not take more than about two instructions per weight, because memory delivers some 25 weights per cycle to
+each multiprocessor (docs/log.md).  So every instruction decodes several nibbles.  A mask leaves two nibbles in the two
 halves of a 32-bit word, where they are the bits of small floating-point numbers.  One multiply-add of pairs then gives
 both values.  The order of interleave_nibbles (quantised.py) puts every pair into the thread that multiplies it.  So no
 decoded weight moves between threads or through shared memory.  The inputs are in shared memory, in column order.
@@ -25,7 +25,7 @@ def nibble_dot(
 ):  # fmt: skip
     """Returns the product of quantised_dot for 4-bit codes.  words: int32 [rows, in / 8].  num_in is a multiple of 32.
 
-    If CODE is 1, one of GROUP_SIZE and BLOCK_IN divides the other, or GROUP_SIZE is 0."""
+    If CODE is 1 (int4), GROUP_SIZE divides BLOCK_IN, or BLOCK_IN divides GROUP_SIZE, or GROUP_SIZE is 0."""
     # The columns of one step.  In int4, the columns of a step share a scale.
     STEP: tl.constexpr = GROUP_SIZE if CODE == 1 and GROUP_SIZE > 0 and GROUP_SIZE < BLOCK_IN else BLOCK_IN
     WORDS: tl.constexpr = STEP // 8
@@ -34,10 +34,11 @@ def nibble_dot(
     IS_BFLOAT16: tl.constexpr = tl.bfloat16 == DTYPE
     UNITS: tl.constexpr = (2.0**6, 2.0**64, 2.0**39) if IS_BFLOAT16 else (2.0**9, 2.0**10, 2.0**7)
     UNIT: tl.constexpr = UNITS[CODE - 1]
-    # Whether the tensor cores add all steps to one sum.  Then a large tile decodes a step while it multiplies another.
+    # Whether the tensor cores add all steps to one sum.  If so, a large tile decodes one step while it multiplies
+    # another.
     ONE_SUM: tl.constexpr = CODE > 1 and ROWS >= 64
     ks = k_begin + tl.arange(0, STEP)
-    # This form shows the compiler that rows begin at multiples of 16 bytes.
+    # num_in // 32 * 4 equals num_in // 8, and shows the compiler that rows begin at multiples of 16 bytes.
     row_words = num_in // 32 * 4
     words = k_begin // 8 + tl.arange(0, WORDS)
     w_ptrs = words_ptr + w_rows[:, None] * row_words + words[None, :]
@@ -60,7 +61,8 @@ def nibble_dot(
                 x = tl.load(x_ptrs[:, None] + ks[None, :], mask=row_exists[:, None] & (ks[None, :] < num_in), other=0.0)
             w = w.to(tl.uint32, bitcast=True)
             if CODE == 1:
-                # The offset is not loaded ahead, because its registers would get another layout than the words.
+                # The offset is not loaded one step ahead, because its registers would get another layout than those of
+                # the words.
                 group = w_rows * num_groups + _group_of_column(first_column, num_groups, GROUP_SIZE)
                 offset = _zero_point_offsets(zero_points_ptr, group, DTYPE, BLOCK_OUT, WORDS)
                 step_sum = tl.dot(_decode_int4(w, offset, DTYPE, BLOCK_OUT, WORDS), tl.trans(x))
@@ -98,7 +100,7 @@ def _group_of_column(column, num_groups, GROUP_SIZE: tl.constexpr):
 def prefetch_scales(scales_ptr, zero_points_ptr, w_rows, k_begin, k_end, num_in, GROUP_SIZE: tl.constexpr):
     """Prefetch the first and last int4 scales and zero points of columns k_begin .. k_end into the L2.
 
-    The cache lines of the first and the last scale hold most of the other scales too."""
+    The cache lines of the first and the last scale of a row hold most of the row's other scales too."""
     num_groups = tl.cdiv(num_in, GROUP_SIZE) if GROUP_SIZE > 0 else 1
     ends = tl.minimum(tl.where(tl.arange(0, 2) == 0, k_begin, k_end - 1), num_in - 1)
     groups = ends // GROUP_SIZE if GROUP_SIZE > 0 else ends * 0
@@ -110,7 +112,7 @@ def prefetch_scales(scales_ptr, zero_points_ptr, w_rows, k_begin, k_end, num_in,
 
 @kernel
 def _num_groups(num_in, CODE: tl.constexpr, GROUP_SIZE: tl.constexpr):
-    """Returns the number of scales in a row of the matrix; for NVFP4, of pairs of scales."""
+    """Returns the number of scales in a row of the matrix; for NVFP4, the number of pairs of scales."""
     if CODE >= 2:
         # A scale or a pair covers 32 columns, and rows are padded to E2M1_SCALE_PADDING columns (quantised.py).
         return tl.cdiv(num_in, 256) * 8
@@ -123,7 +125,7 @@ def _zero_point_offsets(zero_points_ptr, group, DTYPE: tl.constexpr, BLOCK_OUT: 
     If zero_points_ptr is None, all zero points are 8."""
     STEP: tl.constexpr = 2.0**-6 if tl.bfloat16 == DTYPE else 2.0**-9
     if zero_points_ptr is None:
-        # -8 · 2^-6 (-8 · 2^-9 in float16) in both halves.
+        # The constants are -8 · 2^-6 (bfloat16) and -8 · 2^-9 (float16), in both halves of a word.
         offsets = tl.full((BLOCK_OUT, WORDS), 0xBE00BE00 if tl.bfloat16 == DTYPE else 0xA400A400, tl.uint32)
     else:
         offset = (tl.load(zero_points_ptr + group).to(tl.float32) * -STEP).to(DTYPE)
@@ -137,9 +139,10 @@ def _decode_int4(w, offset, DTYPE: tl.constexpr, BLOCK_OUT: tl.constexpr, WORDS:
     """Returns (nibbles - zero points) · 2^-6 in bfloat16, · 2^-9 in float16: [BLOCK_OUT, 8 · WORDS].
 
     The bits of a nibble n, read as bfloat16, are the subnormal number n · 2^-133 (float16: n · 2^-24).  The product
-    with the dtype's largest power of two, 2^127 (2^15), is n · 2^-6 (n · 2^-9).  A nibble four bits higher means 16
-    times the number.  In bfloat16 its highest bit is the lowest exponent bit.  The number is still right, because
-    numbers with this exponent have the spacing of subnormal numbers.  So half of the nibbles need no shift.
+    with the dtype's largest power of two, 2^127 (2^15), is n · 2^-6 (n · 2^-9).  A nibble that stands four bits higher
+    means 16 times the number.  In bfloat16, the highest bit of such a nibble is the lowest bit of the exponent.  The
+    number is still right, because numbers with exponent 1 have the spacing of subnormal numbers.  So half of the
+    nibbles need no shift.
     """
     LOW: tl.constexpr = 0x000F000F
     HIGH: tl.constexpr = 0x00F000F0
@@ -159,15 +162,15 @@ def _decode_int4(w, offset, DTYPE: tl.constexpr, BLOCK_OUT: tl.constexpr, WORDS:
 
 @kernel
 def decode_words(w, CODE: tl.constexpr, DTYPE: tl.constexpr, BLOCK_OUT: tl.constexpr, WORDS: tl.constexpr):
-    """Returns the nibbles or E2M1 numbers of words uint32 [BLOCK_OUT, WORDS]: float32 [BLOCK_OUT, 8 · WORDS].
+    """Returns the nibbles (int4) or E2M1 numbers of words uint32 [BLOCK_OUT, WORDS]: float32 [BLOCK_OUT, 8 · WORDS].
 
-    The columns are in order.  DTYPE: the dtype in which the words are decoded.  The decoding is exact."""
+    The result has the columns in order.  DTYPE: the dtype in which the words are decoded.  The decoding is exact."""
     IS_BFLOAT16: tl.constexpr = tl.bfloat16 == DTYPE
     if CODE == 1:
         numbers = _decode_int4(w, tl.full((BLOCK_OUT, WORDS), 0x80008000, tl.uint32), DTYPE, BLOCK_OUT, WORDS)
         numbers = numbers.to(tl.float32) * (2.0**6 if IS_BFLOAT16 else 2.0**9)
     else:
-        # The exponent of MXFP4 that means a scale of 1.
+        # 127 is the MXFP4 exponent of scale 1.
         factors = _factors_of_mxfp4_scales(tl.full((BLOCK_OUT, WORDS), 127, tl.uint32), DTYPE)
         numbers = _decode_e2m1(w, factors, DTYPE, BLOCK_OUT, WORDS).to(tl.float32) * (
             2.0**64 if IS_BFLOAT16 else 2.0**10
@@ -249,7 +252,8 @@ def _in_column_order(first, second, third, fourth, BLOCK_OUT: tl.constexpr, WORD
 def _multiply_add_pair(bits, factors, offset, HALF: tl.constexpr, DTYPE: tl.constexpr):
     """Return number · factor + offset for the numbers in both halves of each uint32: DTYPE [..., 2].
 
-    HALF: which half of `factors` multiplies a number.  "both": the number's own half; "low", "high": that half.
+    HALF: which half of `factors` multiplies a number.  "both": the half in the place of the number.  "low", "high": the
+    low, the high half for both numbers.
     The code is assembly, because Triton would split a product of pairs into two products.
     """
     if INTERPRETED:
@@ -270,5 +274,5 @@ def _multiply_add_pair(bits, factors, offset, HALF: tl.constexpr, DTYPE: tl.cons
 
 @kernel
 def _low_halves(words, DTYPE: tl.constexpr):
-    """Returns the low halves of uint32, as numbers of DTYPE."""
+    """Returns the low halves of uint32 words, as numbers of DTYPE."""
     return (words & 0xFFFF).to(tl.uint16).to(DTYPE, bitcast=True)

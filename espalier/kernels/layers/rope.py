@@ -1,4 +1,5 @@
-"""A layer's QKV before attention: norm the Q and K heads, apply RoPE, and store K and V rows in the cache.
+"""The operations on a layer's QKV before attention: norm the Q and K heads, apply RoPE, store K and V rows in the
+cache.
 
 On a GPU this is one launch.  The launch overwrites the Q heads in place if qkv has no partial sums and no gates.  Grid:
 (rows, blocks of heads).  A program takes BLOCK_H heads of one row, so the heads of a single row spread over many SMs.
@@ -45,7 +46,7 @@ def _store_heads(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, ACC_DTYPE: tl.constexpr, FP8_MAX: tl.constexpr,
 ):  # fmt: skip
     """Store values [H, C]: Q heads in a row of `out`, K and V heads in a row of K and a row of V.
-    destinations: pointers and strides."""
+    destinations: pointers and strides of `out`, K and V."""
     out_ptr, out_stride_h, k_ptr, v_ptr, k_stride_h, v_stride_h, k_scale_ptr, v_scale_ptr = destinations
     tl.store(out_ptr + head[:, None] * out_stride_h + column[None, :], values, mask=mask & (head < HEADS)[:, None])
     k_head, v_head = head - HEADS, head - HEADS - KV_HEADS
@@ -138,7 +139,7 @@ def rotate_and_store(
     v_buffer: Tensor,
     scales: KVScales | None = None,
 ) -> Tensor:
-    """See ops/rope.py.  Tolerance: one ulp of the reference.  Both round once from float32; the reference may fuse
+    """See ops/rope.py.  Tolerance: one ulp.  Kernel and reference round once from float32, but the reference may fuse
     multiply-adds.  Raises EspalierError for other shapes, dtypes or strides."""
     sums = qkv[None] if qkv.ndim == 3 else qkv
     dtype = k_buffer.dtype if scales is None else scales.dtype

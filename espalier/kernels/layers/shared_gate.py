@@ -1,7 +1,7 @@
-"""A shared expert's gate and its product with the expert's result, in one launch.
+"""Computes a shared expert's gate and multiplies the expert's result by it, in one launch.
 
-Grid: (rows, blocks of the result).  Each program of a row computes the product with the gate's weight again, and
-loads this weight before it waits for the previous kernel (PDL).
+Grid: (rows, blocks of the result).  Each program computes its row's gate, and loads the gate's weight before it waits
+for the previous kernel (PDL).
 """
 
 import triton.language as tl
