@@ -87,8 +87,7 @@ def gated_activation(gate_up: Tensor, activation: Activation = SILU) -> Tensor:
     """Returns the activation of gate_up, see ops/activation.py.  The result is rounded once, at the end.
 
     Tolerance: PyTorch and transformers also round silu(gate), which changes a result by 1 ulp, or by 2 ulps at a tie.
-    For GELU, 1 ulp plus 2^-22 of gate · up, because the argument of the exponential is a rounded cubic.
-    """
+    For GELU, 1 ulp plus 2^-22 of gate · up, because the argument of the exponential is a rounded cubic."""
     require("gated: gate_up", gate_up, (-1, -1), None, gate_up)
     out = activate_partial_sums(gate_up[None], gate_up.dtype, activation)
     assert isinstance(out, Tensor)

@@ -23,8 +23,7 @@ class BlockType:
     """One block format.
 
     gguf_type: the number of the tensor type in GGUF.  block_values: values per block.  block_bytes: bytes per block.
-    group_values: values that share a scale.  decode: decodes blocks, given as uint8 [blocks, block_bytes].
-    """
+    group_values: values that share a scale.  decode: decodes blocks, given as uint8 [blocks, block_bytes]."""
 
     name: str
     gguf_type: int
@@ -78,8 +77,7 @@ def _unpack_integers(block_bytes: Tensor, bits: int, run_bytes: int) -> Tensor:
     """Unpack integers of `bits` bits: uint8 [blocks, bytes] -> [blocks, values].
 
     In each run of `run_bytes` bytes, the lowest bits hold the first `run_bytes` values, the next higher bits the next
-    `run_bytes` values, and so on.
-    """
+    `run_bytes` values, and so on."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=block_bytes.device)
     shifted = block_bytes.unflatten(1, (-1, 1, run_bytes)) >> shifts.view(1, 1, -1, 1)
     return (shifted & (1 << bits) - 1).flatten(1)

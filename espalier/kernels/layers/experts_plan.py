@@ -134,8 +134,7 @@ class ProductPlan:
     """Launch parameters of one of an expert's two products: with gate and up, or with down.
 
     block_out × block_in: a program's tile of gate, up or down.  stages: the most pipeline stages.  A stage holds one
-    tile of each matrix and one of x.
-    """
+    tile of each matrix and one of x."""
 
     block_out: int
     block_in: int

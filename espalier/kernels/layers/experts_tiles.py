@@ -73,8 +73,7 @@ def _sort_pairs_kernel(
     """Sorts the pairs by expert.  Grid: one program for each expert, and one for the rows without experts.
 
     A program reads all pairs in order, so the sort is stable.
-    counts_ptr: the result of _count_pairs_kernel; None: this kernel counts.
-    """
+    counts_ptr: the result of _count_pairs_kernel; None: this kernel counts."""
     pdl_trigger_and_wait(USE_PDL)
     own_expert = tl.program_id(0)
     offset, bins = tl.arange(0, BLOCK), tl.arange(0, NUM_BINS)
@@ -196,8 +195,7 @@ def check_shared_experts(
     """Check the shared experts for grouped_experts.
 
     is_dense_silu_without_bias: whether the routed experts are dense, without biases, and their activation is silu.
-    Raises EspalierError if this is False, for wrong shapes or dtypes, and for more than MAX_SHARED_ROWS rows.
-    """
+    Raises EspalierError if this is False, for wrong shapes or dtypes, and for more than MAX_SHARED_ROWS rows."""
     (num_rows, hidden), wide = x.shape, shared_experts.down.shape[1]
     require("grouped_experts: shared gate_up", shared_experts.gate_up, (2 * wide, hidden), x.dtype, x)
     require("grouped_experts: shared down", shared_experts.down, (hidden, wide), x.dtype, x)

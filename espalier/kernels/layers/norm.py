@@ -42,8 +42,7 @@ def _rms_norm_kernel(
 ):  # fmt: skip
     """delta: the output of a block, which is added to x.  SPLITS: the number of delta's partial sums; 1 for a delta
     without splits, 0 for no delta.  out_ptr: gets the norm; may be None.  rounded_values_ptr: gets the norm rounded to
-    FP8 as in quantise_rows.py, with a scale for each GROUP_COLUMNS columns; may be None.
-    """
+    FP8 as in quantise_rows.py, with a scale for each GROUP_COLUMNS columns; may be None."""
     pdl_trigger_and_wait(USE_PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)

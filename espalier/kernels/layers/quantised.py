@@ -50,8 +50,7 @@ class InputScales:
     """How the inputs of a product are rounded to FP8.
 
     group_size: the number of columns that share a scale; None: all columns of a row share one scale.  static_scale:
-    float32 [1], the scale of every row; None: a scale is the largest magnitude of its group, divided by FP8_MAX.
-    """
+    float32 [1], the scale of every row; None: a scale is the largest magnitude of its group, divided by FP8_MAX."""
 
     group_size: int | None = None
     static_scale: Tensor | None = None

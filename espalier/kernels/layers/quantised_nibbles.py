@@ -191,8 +191,7 @@ def _factors_of_mxfp4_scales(exponents, DTYPE: tl.constexpr):
     """Returns the factors of MXFP4's exponents for _decode_e2m1, in both halves of a uint32.
 
     A factor is 2^(exponent - 127), times 2^126 (float16: 2^14) because of _decode_e2m1, times 2^-64 (2^-10) to stay in
-    range.  Values are exact for exponents from 66 (values near 2^-58) to MAX_EXPONENT (quantised_plans.py).
-    """
+    range.  Values are exact for exponents from 66 (values near 2^-58) to MAX_EXPONENT (quantised_plans.py)."""
     bits = exponents.to(tl.uint32)
     if tl.bfloat16 == DTYPE:
         return (bits + 62) * 0x800080

@@ -56,8 +56,7 @@ def apply_sink(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
     """Returns `out` [..., heads, v_size] with attention sinks: a sink is one more logit in a head's softmax.
 
     A sink has no value, so `out` is multiplied by exp(lse) / (exp(lse) + exp(sink)).  lse: [..., heads], natural log,
-    without the sink.  sink: [heads].
-    """
+    without the sink.  sink: [heads]."""
     finite_lse = lse.masked_fill(lse == -torch.inf, 0)
     return (out * torch.sigmoid(finite_lse - sink.to(lse.dtype))[..., None]).to(out.dtype)
 
@@ -240,8 +239,7 @@ def merge_results(first_result: OutAndLse, second_result: OutAndLse, sink: Tenso
     """Merges the attention results over two disjoint sets of keys.  Returns out in the dtype of the first result.
 
     first_result, second_result: out [..., heads, v_size] and lse [..., heads], natural log.  An lse may be -inf; if
-    both are -inf, the returned out is zero.  sink: [heads], see apply_sink.
-    """
+    both are -inf, the returned out is zero.  sink: [heads], see apply_sink."""
     (out_a, lse_a), (out_b, lse_b) = first_result, second_result
     lse = torch.logaddexp(lse_a, lse_b)
     if sink is not None:
@@ -258,8 +256,7 @@ def merge_splits(
     """Merge partial_results of requests with several splits into out [B, Q, heads, v_size] and lse [B, Q, heads].
 
     lse is float32, natural log, and does not include the sink.  sink: [heads], see apply_sink.  A query that attends to
-    no rows gets zeros and lse -inf.
-    """
+    no rows gets zeros and lse -inf."""
     batch, starts = out.shape[0], splits.starts.tolist()
     for request in range(batch):
         start, count = starts[request], starts[batch + 1 + request]
@@ -316,8 +313,7 @@ def latent_attention(
     """Computes attention of queries over latent rows (MLA): one KV head whose V is the first part of K.
 
     Arguments and results are those of tree_attention.  V must be a view of K, both in pages and in staged rows.
-    Windows, sinks and soft-caps are not supported.
-    """
+    Windows, sinks and soft-caps are not supported."""
     return tree_attention.reference(inputs)
 
 
@@ -326,8 +322,7 @@ def staged_attention(inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
     """Computes attention of each query over its own and its ancestors' staged rows alone.
 
     inputs: `prefix` and `splits` must come from empty_prefix.  Returns out [B, Q, heads, v_size] in q's dtype and lse
-    [B, Q, heads], natural log.  A query that attends to no rows gets zeros and lse -inf.
-    """
+    [B, Q, heads], natural log.  A query that attends to no rows gets zeros and lse -inf."""
     assert inputs.staged is not None
     seen = inputs.nodes.visible_rows(inputs.window)
     return masked_attention(inputs.q, *inputs.staged, seen, inputs.scale, inputs.kv_scales, inputs.softcap)

@@ -28,8 +28,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan) -> 
     """Returns x · weightᵀ + bias for x [rows, in]: a new tensor [rows, out] in x's dtype.
 
     plan: how the product is computed; None: by F.linear.  The bits of a row depend on the plan, but never on the values
-    of other rows.  With a TritonPlan they also depend on block_rows(rows); with other plans, on the number of rows.
-    """
+    of other rows.  With a TritonPlan they also depend on block_rows(rows); with other plans, on the number of rows."""
     return add_partial_sums.reference(linear_partial_sums.reference(x, weight, bias, plan), x.dtype)
 
 
@@ -131,8 +130,7 @@ def quantise_rows(x: Tensor, input_scales: InputScales, library_layout: bool = F
     """Rounds x [rows, in] to FP8.  Returns (values [rows, in], scales [rows, ceil(in / group)] float32).
 
     library_layout: whether a GPU returns the form that the library's product needs: the scales of one group of columns
-    are adjacent in memory, and undefined rows fill up the result to a multiple of LIBRARY_ROW_MULTIPLE rows.
-    """
+    are adjacent in memory, and undefined rows fill up the result to a multiple of LIBRARY_ROW_MULTIPLE rows."""
     return quantise_inputs(x, input_scales)
 
 
@@ -187,8 +185,7 @@ def linear_quantised_gated(
     """Returns the activation [rows, out / 2] of gate and up.  weight: the rows of gate, then the rows of up.
 
     rounding: how the next product rounds its inputs.  This function rounds its result in that way only if there are few
-    rows, the activation has a separate launch, and can_round_activation returns True.
-    """
+    rows, the activation has a separate launch, and can_round_activation returns True."""
     return gated_activation.reference(linear_quantised.reference(x, weight, bias), activation)
 
 

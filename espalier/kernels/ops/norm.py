@@ -38,8 +38,7 @@ def rms_norm_by_length(x: Tensor, scaled_weight: Tensor, min_length: Tensor) -> 
     """Returns the RMS norm of x [..., H], computed from the length (L2 norm) of x.
 
     scaled_weight, min_length: from rms_norm_by_length_constants.  sqrt(sum(x²) + H · eps) is hypot(length, min_length),
-    so this takes 4 operations of PyTorch; F.rms_norm takes 9.
-    """
+    so this takes 4 operations of PyTorch; F.rms_norm takes 9."""
     length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     return (x / torch.hypot(length, min_length)).mul_(scaled_weight)
 
@@ -114,8 +113,7 @@ def rounded_norm(
     """Returns (sum, norm, rounded): the results of add_rms_norm, and the norm rounded to FP8 as by quantise_rows.
 
     delta: [N, H] or partial sums, see add_rms_norm; None: nothing is added, and sum is `residual`.  return_norm: if
-    false, norm is None.  Raises EspalierError for sizes that `can_round_norm` refuses.
-    """
+    false, norm is None.  Raises EspalierError for sizes that `can_round_norm` refuses."""
     if delta is None:
         total, out = residual, rms_norm.reference(residual, weight, eps)
     else:

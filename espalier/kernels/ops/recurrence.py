@@ -31,8 +31,7 @@ class StateRows(NamedTuple):
     """The rows that update a state.
 
     k: [B, R, k_heads, k_size].  v: [B, R, heads, v_size].  gates: [B, R, 2, heads], the natural logarithm of the decay,
-    then beta.  heads / k_heads consecutive heads share one head of k.
-    """
+    then beta.  heads / k_heads consecutive heads share one head of k."""
 
     k: Tensor
     v: Tensor
@@ -75,8 +74,7 @@ class StateUpdates(NamedTuple):
     """The outer products that rows add to a state: row i adds k[i] ⊗ values[i].
 
     values: [B, heads, R, v_size].  k: [B, heads, R, k_size].  log_decay: [B, heads, R], the sum of the log decays of
-    each row and its ancestors.
-    """
+    each row and its ancestors."""
 
     values: Tensor
     log_decay: Tensor
@@ -87,8 +85,7 @@ def solve_updates(rows: StateRows, state: Tensor, ancestor_mask: Tensor, is_delt
     """Computes the updates of rows that follow `state` [B, heads, k_size, v_size].
 
     ancestor_mask: [B, R, R] bool, the ancestors of each row and the row itself; an ancestor has a lower index.
-    is_delta_rule: whether rows update the state by the delta rule; see the top of this file.
-    """
+    is_delta_rule: whether rows update the state by the delta rule; see the top of this file."""
     wide_dtype = state.dtype
     heads = state.shape[1]
     k = _to_head_major(rows.k.to(wide_dtype), heads)
@@ -130,8 +127,7 @@ class ScanResult(NamedTuple):
     """The result of `scan`.
 
     out: [B, R, heads, v_size], the outputs.  state: the state after row_counts rows.  snapshot: the state after
-    snapshot_counts rows.
-    """
+    snapshot_counts rows."""
 
     out: Tensor
     state: Tensor
@@ -144,8 +140,7 @@ def scan(
     """Computes the outputs and states of a chain of rows that follows `state` [B, heads, k_size, v_size].
 
     row_counts: [B], how many rows exist.  snapshot_counts: [B], after how many rows a snapshot (a copy of the state) is
-    taken; 0 or None: no snapshot.
-    """
+    taken; 0 or None: no snapshot."""
     chunk_outputs, snapshot = [], state
     for first in range(0, q.shape[1], CHUNK_ROWS):
         end = min(first + CHUNK_ROWS, q.shape[1])

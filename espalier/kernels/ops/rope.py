@@ -24,8 +24,7 @@ class Rotation(NamedTuple):
     """The cos and sin of RoPE for the positions of N rows.
 
     cos, sin: [N, rotary], float32 (float64 for float64).  The first half of sin is negated, as `rotate` needs.  Only
-    the first `rotary` values of a head are rotated.
-    """
+    the first `rotary` values of a head are rotated."""
 
     cos: Tensor
     sin: Tensor
@@ -105,8 +104,7 @@ class LatentDestination(NamedTuple):
     """How new latent rows are rotated, and where they are stored.
 
     rotation: the RoPE of the latents and of the queries.  rows: [N] int64, the rows of `plane` [R, 1, size] that are
-    written.  scales: the scales of an FP8 plane; None for planes in other dtypes.
-    """
+    written.  scales: the scales of an FP8 plane; None for planes in other dtypes."""
 
     rotation: Rotation
     format: LatentFormat
@@ -179,8 +177,7 @@ def rotate_and_store_latent(q_rope: Tensor, q: Tensor, latent: Tensor, destinati
     """Rotate the queries, and norm, rotate and store the latents.
 
     q_rope: [N, heads, rotary]; the result becomes the last values of q [N, heads, ...].  q_rope may be a view of q.
-    latent: [N, 1, size]; the result goes to the rows of `destination`.  Raises EspalierError if sizes do not agree.
-    """
+    latent: [N, 1, size]; the result goes to the rows of `destination`.  Raises EspalierError if sizes do not agree."""
     check_latent_sizes(q_rope, q, latent, destination)
     (rotation, form), rotary = destination[:2], destination.rotation.cos.shape[1]
     rank = latent.shape[2] - rotary

@@ -96,8 +96,7 @@ class IndexerKeys:
     """The index keys of committed and staged rows.
 
     committed: [rows, 1, size], the index keys in the pages.  page_table: [B, T] int32.  length: [B] int64; the rows
-    first_position .. length - 1 exist.  staged: [B, R, 1, size], the index keys of this pass.
-    """
+    first_position .. length - 1 exist.  staged: [B, R, 1, size], the index keys of this pass."""
 
     committed: Tensor
     page_table: Tensor
@@ -200,8 +199,7 @@ def index_scores(queries: IndexerQueries, keys: IndexerKeys, ancestor_bits: Tens
     """Returns the scores of all committed and staged rows for each query.
 
     ancestor_bits: [B, Q, W] int64, the staged rows that a query attends to.  The score is -inf for other staged rows
-    and for positions below first_position.
-    """
+    and for positions below first_position."""
     batch, num_staged = keys.staged.shape[:2]
     capacity = keys.page_table.shape[1] * keys.page_size
     positions = torch.arange(capacity, device=keys.length.device).expand(batch, -1)
@@ -227,8 +225,7 @@ def select_rows(scores: IndexerScores, length: Tensor, page_table: Tensor, page_
     """Chooses the rows with the topk highest scores.  The kernel chooses exactly the reference's rows.
 
     scores: the result of index_scores.  length: [B] int64, the number of committed rows of each request.
-    page_table: [B, T] int32, for C = T · page_size positions.
-    """
+    page_table: [B, T] int32, for C = T · page_size positions."""
     capacity = page_table.shape[1] * page_size
     rows = scores.row_scores
     num_staged = rows.shape[2] - capacity

@@ -21,8 +21,7 @@ def page_rows(page_table: Tensor, positions: Tensor, page_size: int, is_kept: Te
     """Returns the rows of pages [B, P] int64 that hold positions [B, P] int64.  page_table: [B, T] int32.
 
     Only padding has positions past the table; they use the table's last column.  is_kept: [B, P] bool; the result is
-    the dummy row where it is False.  None: all positions are kept.
-    """
+    the dummy row where it is False.  None: all positions are kept."""
     columns = (positions // page_size).clamp(max=page_table.shape[1] - 1)
     rows = page_table.gather(1, columns).long() * page_size + positions % page_size
     return rows if is_kept is None else rows.where(is_kept, DUMMY_ROW)
@@ -148,8 +147,7 @@ def read_chain(
     """Returns `num_tokens` [B] tokens of each slot's history, from prefix_len + `first_offset` on.
 
     The result has W = row_width columns.  In the columns after num_tokens, the token is `padding`; None: the root.
-    `rows` has the dummy row in these columns, and at positions below commit_from, whose pages other requests share.
-    """
+    `rows` has the dummy row in these columns, and at positions below commit_from, whose pages other requests share."""
     offsets = torch.arange(row_width, device=num_tokens.device)
     positions = slots.prefix_len[:, None] + first_offset + offsets
     is_known = offsets < num_tokens[:, None]

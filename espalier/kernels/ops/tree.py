@@ -67,8 +67,7 @@ class Tree(NamedTuple):
         """Returns the flat indices [num_kept], ascending, of the nodes with the highest scores among all B · D nodes.
 
         All B roots are kept, so num_kept must be at least B.  The ancestors of a kept node are also kept, because their
-        scores are not lower, and among equal scores the lower index is kept.
-        """
+        scores are not lower, and among equal scores the lower index is kept."""
         scores = comparable_scores(self.scores)
         scores[:, 0] = torch.inf
         return torch.sort(scores.flatten(), descending=True, stable=True).indices[:num_kept].sort().values
@@ -149,8 +148,7 @@ def ordered_topk(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Returns (values, indices) of the k best scores of the last dimension.  Ties go to the lower index.
 
     torch.topk alone does not define the order of equal scores.  scores: float32; NaN counts as -inf.  If there are
-    fewer than k scores, the remaining values are -inf with index 0.
-    """
+    fewer than k scores, the remaining values are -inf with index 0."""
     width = scores.shape[-1]
     scores = comparable_scores(scores)
     indices = (

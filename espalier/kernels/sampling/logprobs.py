@@ -1,8 +1,8 @@
-"""Writes log-probabilities of emitted tokens to the results of a launch, for requests that want log-probabilities.
+"""Writes the log-probabilities of emitted tokens to a launch's results, for requests that want log-probabilities.
 
-There are two launches.  The first finds the likeliest tokens of each split of the vocabulary, and the split's sum of
-exponentials.  The second merges the splits, one program per token.  Programs of requests without log-probabilities end
-at once.  So a CUDA graph can always have both launches.
+There are two launches.  The first finds the likeliest tokens of each split (a part of the vocabulary), and the split's
+sum of exponentials.  The second merges the splits, one program per token.  Programs of requests without
+log-probabilities end at once.  So a CUDA graph can always have both launches.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def _merge_logprobs_kernel(
         is_left = (candidate < splits * MAX_LOGPROBS) & (candidate % MAX_LOGPROBS < num_wanted)
         values = tl.load(values_ptr + place * splits * MAX_LOGPROBS + candidate, mask=is_left, other=float("-inf"))
         ids = tl.load(ids_ptr + place * splits * MAX_LOGPROBS + candidate, mask=is_left, other=2147483647)
-        # If a split has fewer ids than candidates, its last candidates have this id, and are not tokens.
+        # If a split has fewer ids than candidates, its last candidates have this id, which is no token.
         is_left = is_left & (ids != 2147483647)
         for k in range(num_wanted):
             best = tl.max(tl.where(is_left, values, float("-inf")), 0)

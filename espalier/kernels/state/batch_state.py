@@ -1,9 +1,9 @@
-"""A launch's reads and writes of the slot table.
+"""The kernels that read and write the slot table (one slot per request) in a launch.
 
-They are the BatchState, the chains of known tokens (such as a piece of a prompt), the sampled tokens, and the hidden
-states that a slot carries from one launch to the next.
+They read the BatchState and chains of known tokens (such as a piece of a prompt).  They write the sampled tokens, and
+read and write the hidden states that a slot carries from one launch to the next.
 
-A row of the page pool is page * page_size + offset, with the page from the request's table.
+The row of a position in the pages is page * page_size + offset, with the page from the request's page table.
 kernels/ops/state.py:page_rows computes this row in PyTorch, and pool_row in kernels.
 """
 
@@ -28,7 +28,7 @@ def pool_row(table_ptr, position, page_size, is_kept):
 
 
 MAX_BLOCK_SIZE = 1024
-# New page-table entries that a program writes at once, one per thread.
+# The number of new page-table entries that a program writes at once, one per thread.
 PAGE_UPDATE_BLOCK = 128
 
 
@@ -100,7 +100,8 @@ def _gather_slots_kernel(
 ):  # fmt: skip
     """Write new page-table entries, then read a batch's slots.
 
-    Each program writes the entries of the slot that it reads.  The first program writes the entries of all slots."""
+    Each program writes the new entries of the slot that it reads.  The first program writes the new entries of all
+    slots."""
     pdl_trigger_and_wait(USE_PDL)
     b = tl.program_id(0).to(tl.int64)
     slot = tl.load(index_ptr + b * index_stride)
@@ -202,7 +203,7 @@ def _advance_kernel(
     index_stride, length_stride, table_width, history_stride, counts_stride, nodes_per_request, page_size,
     COLUMNS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write the sampled tokens into one slot per program, and move the slot's root to the last token."""
+    """Each program writes the sampled tokens of one slot, and makes the last token the slot's root."""
     pdl_trigger_and_wait(USE_PDL)
     request = tl.program_id(0).to(tl.int64)
     slot = tl.load(index_ptr + request * index_stride)

@@ -1,6 +1,7 @@
-"""Commit: copies the rows of accepted tokens from staging to the pages.
+"""Commit: copies K and V rows of accepted tokens from the staging buffers to the pages.  Also writes a launch's
+results.
 
-One launch copies all layers of up to TENSORS_PER_LAUNCH tensors (such as K and V).
+One launch of the copy is for up to TENSORS_PER_LAUNCH tensors (such as K and V), each with all layers.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ def _commit_kernel(
     NUM_TENSORS: tl.constexpr, NUM_LAYERS: tl.constexpr, SIZES: tl.constexpr, BLOCKS: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Each program copies one row in NUM_LAYERS layers.  The layer strides have one entry per tensor."""
+    """Each program copies one row in NUM_LAYERS layers.  Arguments with one entry per tensor: staged, committed, the
+    strides."""
     pdl_trigger_and_wait(USE_PDL)
     row_number, first_layer = tl.program_id(0), tl.program_id(1).to(tl.int64) * NUM_LAYERS
     source, row = tl.load(source_ptr + row_number), tl.load(row_ptr + row_number)

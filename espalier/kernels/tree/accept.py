@@ -1,4 +1,4 @@
-"""Accepts a path of a tree: the longest path from the root whose tokens the target sampled too.  Also gathers rows.
+"""Accepts a path of a tree: the longest path from the root whose tokens the target sampled too.  Also has gather_rows.
 
 Grid of accept: one program per request, which holds all nodes in registers.  All values are integers or booleans, so
 kernel and reference agree exactly.
@@ -53,7 +53,8 @@ def _accept_kernel(
     NODES: tl.constexpr, WORDS: tl.constexpr, LEVELS: tl.constexpr,
     BLOCK_WORDS: tl.constexpr, BLOCK_LEVELS: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """WORDS: int64 words of ancestor bits per node.  LEVELS: steps + 1.  BLOCK_*: WORDS, LEVELS, rounded up to 2^n."""
+    """WORDS: int64 words of ancestor bits per node.  LEVELS: steps + 1.  BLOCK_WORDS, BLOCK_LEVELS: the next powers of
+    two."""
     pdl_trigger_and_wait(USE_PDL)
     request = tl.program_id(0).to(tl.int64)
     node = tl.arange(0, BLOCK_WORDS * 64)
@@ -85,7 +86,8 @@ def _accept_kernel(
     out = request * LEVELS
     tl.store(rows_ptr + out + depth, node.to(tl.int64), mask=on_path)
     tl.store(emitted_ptr + out + depth - 1, token, mask=on_path & (depth > 0))
-    # The path has filled the entries up to last_depth.  Only later entries are zeroed, so no entry is written twice.
+    # The nodes of the path have filled the entries up to last_depth.  Only later entries are zeroed, so no entry is
+    # written twice.
     path_index = tl.arange(0, BLOCK_LEVELS)
     zeros = tl.zeros([BLOCK_LEVELS], tl.int64)
     tl.store(rows_ptr + out + path_index, zeros, mask=(path_index > last_depth) & (path_index < LEVELS))

@@ -1,4 +1,4 @@
-"""The lookup of n-gram drafting: finds where the last tokens of a text occurred before.
+"""The lookup of n-gram drafting: finds the earlier positions in a text at which its last tokens also occur.
 
 Grid of the first kernel: (requests, blocks of BLOCK positions).  The grid covers the longest possible history, so one
 CUDA graph serves all lengths.  Programs past a request's length exit at once.  The second kernel has one program per
