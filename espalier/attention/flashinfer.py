@@ -41,8 +41,9 @@ MAX_EAGER_PLANS = 12
 @dataclass(frozen=True)
 class PassShape:
     """The properties of a pass for which a plan is made.
-    batch, num_queries: requests, and queries of each request.  num_skipped_pages: how many first pages of each request
-    our kernels attend to instead of the library.  pages_per_request: the columns of the page table after these pages.
+    batch: the number of requests.  num_queries: the number of queries of each request.  num_skipped_pages: how many
+    first pages of each request our kernels attend to instead of the library.  pages_per_request: the columns of the
+    page table after these pages.
     num_programs: how many programs fill the device."""
 
     batch: int

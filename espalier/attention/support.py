@@ -133,6 +133,7 @@ class Support:
         return not self._unsupported_sizes(cache_spec) and (cache_spec.dtype != FP8 or self.fp8 is not Provider.NOTHING)
 
     def _machine_refusals(self, device: str, dtype: torch.dtype, in_fp8: bool) -> Iterator["Refusal"]:
+        """Yield a Refusal for each property of the device and the dtypes.  in_fp8: whether K and V are in FP8."""
         yield device not in self.devices, f"device={device}", f"devices {', '.join(self.devices)}", "device"
         dtypes = ", ".join(map(dtype_name, self.dtypes))
         yield dtype not in self.dtypes, f"dtype={dtype_name(dtype)}", f"dtypes {dtypes}", "dtype"

@@ -18,8 +18,7 @@ def ancestor_mask(parents: Tensor, is_void: Tensor, max_depth: int) -> Tensor:
     """Returns [B, D, D] bool: entry [b, i, j] says that node j is an ancestor of node i, or i itself.
 
     parents: [B, D], the root is its own parent; is_void: [B, D] bool, nodes that see only themselves;
-    max_depth: the depth of the tree's deepest node, or more.
-    """
+    max_depth: the depth of the tree's deepest node, or more."""
     itself = torch.eye(parents.shape[1], dtype=torch.bool, device=parents.device)
     mask = itself.expand(parents.shape[0], -1, -1)
     parent_columns = parents[:, :, None].expand(-1, -1, parents.shape[1])
@@ -75,8 +74,7 @@ def visible_mask(ancestor_bits: Tensor | None, positions: Tensor, row_positions:
     """Returns [B, Q, R] bool: the staged rows that each query sees, inside the window.
 
     A query of a tree sees the rows of its ancestor bits.  Without ancestor bits (a chain), a query sees all rows up to
-    its own.
-    """
+    its own."""
     num_rows = row_positions.shape[1]
     if ancestor_bits is None:
         order = torch.arange(num_rows, device=positions.device)

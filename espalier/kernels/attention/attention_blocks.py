@@ -97,8 +97,7 @@ def _soft_capped(scores, scale, SOFTCAP: tl.constexpr):
     """Soft-cap scores: SOFTCAP · tanh(score / SOFTCAP), in base 2.
 
     A score times `scale` is in base 2; the cap of ±SOFTCAP is in base e.  tanh(x) is computed as 1 - 2 / (1 + e^2x).
-    The error of tanh is at most 2^-24, so the error of a score is at most SOFTCAP · 2^-23.
-    """
+    The error of tanh is at most 2^-24, so the error of a score is at most SOFTCAP · 2^-23."""
     exp_doubled = tl.exp2(scores * (scale * (2.0 / SOFTCAP)))
     return (SOFTCAP * 1.4426950408889634) * (1.0 - 2.0 / (1.0 + exp_doubled))
 
@@ -258,8 +257,7 @@ def attend_staged(
     """Attend to staged rows begin_row .. end_row, out of `num_rows`.
 
     In a chain (STAGED_KIND 1) a query sees its own row and all rows before it.  In a tree (STAGED_KIND 2) a query sees
-    the rows whose bits are set in its ancestor bits.
-    """
+    the rows whose bits are set in its ancestor bits."""
     WINDOW: tl.constexpr = CONSTANTS.WINDOW
     for first_row in tl.range(begin_row, end_row, CONSTANTS.BLOCK_R, num_stages=CONSTANTS.STAGES):
         node = first_row + tl.arange(0, CONSTANTS.BLOCK_R)

@@ -58,8 +58,7 @@ def _score_block(
     """Returns [BLOCK_N, QUERIES] float32: the scores of keys [BLOCK_N, HEAD_SIZE] for queries q [HEAD_SIZE, QUERIES ·
     BLOCK_HEADS].
 
-    The score is -inf where is_visible is false.
-    """
+    The score is -inf where is_visible is false."""
     products = tl.maximum(tl.dot(keys, q, input_precision=PRECISION), 0.0) * weight[None, :]
     score = tl.sum(tl.reshape(products, [keys.shape[0], QUERIES, BLOCK_HEADS]), 2)
     return tl.where(is_visible, score, float("-inf"))
@@ -73,8 +72,7 @@ def _store_scores(
     """Store scores [BLOCK_N, QUERIES] of rows below num_rows, and the highest score of each group of rows.
 
     first_column: the column of out_ptr for the first committed row, or for the first staged row.  first_group: the
-    column of group_max_ptr for the group of this row.
-    """
+    column of group_max_ptr for the group of this row."""
     BLOCK_N: tl.constexpr = score.shape[0]
     QUERIES: tl.constexpr = score.shape[1]
     row = block_index * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]

@@ -141,7 +141,7 @@ def latent_attention(
         return out, lse
     is_split = splits.policy.max_splits > 1
     if partial_results is None:
-        # Without splits no buffer is needed.  With 128 heads, a buffer would take 256 KB per query.
+        # Without splits, no buffer for partial results is needed.  With 128 heads it would take 256 KB per query.
         partial_results = PartialResults.allocate(splits, *out.shape[1:]) if is_split else PartialResults(out, lse)
     if config is None:
         config = choose_latent_config(inputs)

@@ -110,8 +110,7 @@ def choose_triton_latent_config(
     """Returns the configuration for latent rows.  packed_queries: queries times heads; rows: staged rows.
 
     row_bytes: bytes of one row in shared memory.  A chip with less shared memory gets fewer rows per step, then fewer
-    stages, then fewer queries.
-    """
+    stages, then fewer queries."""
     if dtype == torch.float32:
         # IEEE float32 products use no tensor cores, so larger tiles would spill registers.
         return TritonConfig(16, 16, 16, 4, 1)

@@ -147,8 +147,7 @@ def _softmax_step(scores, scale, max_score, dtype: gl.constexpr):
     """Do one step of an online softmax in base 2 (Milakov and Gimelshein 2018), with weights in dtype.
 
     Returns (weights, sums of weights [64, 4], max_score, decay).  Column j of the sums is what thread j of a row's four
-    threads adds up.  decay: the factor for earlier results.
-    """
+    threads adds up.  decay: the factor for earlier results."""
     new_max = gl.maximum(max_score, gl.max(scores, 1))
     # All scores are -inf until the first visible row; -inf - -inf would be NaN.
     scaled_max = gl.where(new_max == float("-inf"), 0.0, new_max * scale)
@@ -203,8 +202,7 @@ def _attend_blocks(
     """Compute the weights of blocks first_block .. end_block; add each previous block's weights times values to `out`.
 
     blocks_done: blocks that the program has finished.  num_blocks: the blocks of this work item.
-    NEEDS_FENCE: see `_start_scores`.
-    """
+    NEEDS_FENCE: see `_start_scores`."""
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT_LAYOUT, k_width=2)
     zeros = gl.full([64, CONSTANTS.BLOCK_N], 0.0, gl.float32, layout=SCORE_LAYOUT)
     for t in range(first_block, end_block):

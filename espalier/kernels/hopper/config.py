@@ -144,8 +144,7 @@ def uses_tma(config: HopperConfig) -> bool:
     """Returns whether this launch copies contiguous blocks by TMA.
 
     Two attending warpgroups keep the multiprocessor busy, and copies by threads would slow them down.  A single
-    warpgroup waits for memory, which TMA does not make faster (docs/log.md).
-    """
+    warpgroup waits for memory, which TMA does not make faster (docs/log.md)."""
     return config.warpgroups == 2
 
 

@@ -76,8 +76,7 @@ class Stages(NamedTuple):
     """Blocks in shared memory: x [stages, ROWS, IN]; weights [stages, 2 * OUT, IN], the rows of gate, then those of up.
 
     full: for each stage, the barrier for which the multiplying warps wait before they read.  empty: for each stage, the
-    barrier for which the loading warps wait before they write.
-    """
+    barrier for which the loading warps wait before they write."""
 
     x: Any
     weights: Any
@@ -196,8 +195,7 @@ def hopper_gated(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor
     """Returns silu(x · gateᵀ) · (x · upᵀ) in `out`, or in a new tensor [rows, out].  weight: [2·out, in], gate first.
 
     Supports bfloat16 on Hopper, with contiguous rows that are aligned to 16 bytes.  The reference is
-    linear_gated.reference.  Raises EspalierError for other shapes, dtypes and layouts.
-    """
+    linear_gated.reference.  Raises EspalierError for other shapes, dtypes and layouts."""
     (rows, num_in), num_out = x.shape, weight.shape[0] // 2
     require("gated linear: x", x, (rows, num_in), torch.bfloat16, x)
     require("gated linear: weight", weight, (2 * num_out, num_in), torch.bfloat16, x)

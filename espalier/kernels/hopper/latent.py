@@ -91,7 +91,8 @@ def score_and_sum_left_half(
 ):
     """In the first warpgroup, compute the softmax weights of all work items, and the left half of the output's columns.
 
-    unused_positions: a placeholder for positions, which only layers with a window need."""
+    exchange: the slots through which weights go to the second warpgroup.  unused_positions: a placeholder for
+    positions, which only layers with a window need."""
     HEADS: gl.constexpr = CONSTANTS.GROUP_SIZE
     HALF: gl.constexpr = CONSTANTS.OUT_SIZE
     SCORE_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CONSTANTS.BLOCK_N, 16])

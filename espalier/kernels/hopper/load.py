@@ -77,8 +77,7 @@ def _element_offset(row_offset, stride, FITS_32_BITS: gl.constexpr):
     """Returns row_offset times the stride of a row.
 
     FITS_32_BITS: whether the product fits in 32 bits.  If not, the factors are extended from 32 bits, because such a
-    product takes one instruction, and a product of 64-bit factors takes three.
-    """
+    product takes one instruction, and a product of 64-bit factors takes three."""
     if FITS_32_BITS:
         product = row_offset * stride
     else:
@@ -178,8 +177,7 @@ def load_work_items(
     """Load the blocks of all work items of a program.
 
     committed, staged: RowPtrs for each tile of a stage.  descriptors: the TMA descriptor of the committed rows, for
-    each tile.  The tiles are K and V, or the three tiles of a latent row.
-    """
+    each tile.  The tiles are K and V, or the three tiles of a latent row."""
     BLOCK_N: gl.constexpr = CONSTANTS.BLOCK_N
     # A thread copies 16 bytes.
     VALUES: gl.constexpr = 128 // stages.tiles[0].dtype.primitive_bitwidth

@@ -76,8 +76,7 @@ def _multiply_add_pair(bits, factor, offset, FACTOR_HALF: gl.constexpr):
     """Return number · factor + offset for the two numbers in each uint32, as bfloat16 [..., 2].
 
     FACTOR_HALF: "both": each number is multiplied by the half of `factor` in the same place.  "low", "high": both
-    numbers are multiplied by this half.
-    """
+    numbers are multiplied by this half."""
     PAIR: gl.constexpr = "low, high" if FACTOR_HALF == "both" else FACTOR_HALF + ", " + FACTOR_HALF
     both = gl.inline_asm_elementwise(
         "{ .reg .b16 low, high; .reg .b32 f; mov.b32 {low, high}, $2; mov.b32 f, {" + PAIR + "};"
@@ -161,8 +160,7 @@ def _copy_codes(buffers, stage, matrix, offsets, first_column, row_words, CODE: 
     """Start to copy the weights' codes: the words of columns first_column .. first_column + 255, and for E2M1 their
     scales.
 
-    offsets: (offsets of words, offsets of scales) in the matrix, for columns 0 .. 255.
-    """
+    offsets: (offsets of words, offsets of scales) in the matrix, for columns 0 .. 255."""
     words, scales = offsets
     if EVEN_IN:
         source = matrix.words + first_column // 8 + words

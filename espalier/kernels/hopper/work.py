@@ -62,8 +62,7 @@ class Stages(NamedTuple):
     """Blocks of rows in shared memory.
 
     tiles: for each tile of a block, a buffer with all stages.  full: for each stage, the barrier that completes when
-    the stage may be read.  empty: for each stage, the barrier that completes when the stage may be written.
-    """
+    the stage may be read.  empty: for each stage, the barrier that completes when the stage may be written."""
 
     tiles: Any
     full: Any

@@ -66,6 +66,7 @@ def _head_product_kernel(
     out_stride_n, out_stride_h,
     BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
+    """Grid: (blocks of outputs, heads).  Arguments: see multiply_head."""
     pdl_trigger(USE_PDL)
     multiply_head(
         x_ptr, w_ptr, out_ptr, tl.program_id(0), tl.program_id(1), num_rows, num_out, num_in,

@@ -174,6 +174,7 @@ def linear_gated(
 
 
 def write_parts(x: Tensor, weight: Tensor, bias: Tensor | None, plan: TritonPlan, out: Tensor) -> None:
+    """The launcher of ops/linear.py:write_parts.  out: [plan.splits, rows, out], gets the partial sums."""
     require("linear: parts", out, (plan.splits, len(x), weight.shape[0]), torch.float32, x)
     if not out.is_contiguous():
         raise EspalierError(f"linear: parts must be contiguous, but have strides {out.stride()}")

@@ -34,8 +34,7 @@ def nibble_dot(
     IS_BFLOAT16: tl.constexpr = tl.bfloat16 == DTYPE
     UNITS: tl.constexpr = (2.0**6, 2.0**64, 2.0**39) if IS_BFLOAT16 else (2.0**9, 2.0**10, 2.0**7)
     UNIT: tl.constexpr = UNITS[CODE - 1]
-    # Whether the tensor cores add all steps to one sum.  If so, a large tile decodes one step while it multiplies
-    # another.
+    # Whether tensor cores add all steps to one sum.  If so, a large tile decodes a step while it multiplies another.
     ONE_SUM: tl.constexpr = CODE > 1 and ROWS >= 64
     ks = k_begin + tl.arange(0, STEP)
     # num_in // 32 * 4 equals num_in // 8, and shows the compiler that rows begin at multiples of 16 bytes.
@@ -61,8 +60,7 @@ def nibble_dot(
                 x = tl.load(x_ptrs[:, None] + ks[None, :], mask=row_exists[:, None] & (ks[None, :] < num_in), other=0.0)
             w = w.to(tl.uint32, bitcast=True)
             if CODE == 1:
-                # The offset is not loaded one step ahead, because its registers would get another layout than those of
-                # the words.
+                # The offset is not loaded a step ahead, because its registers would not have the layout of the words.
                 group = w_rows * num_groups + _group_of_column(first_column, num_groups, GROUP_SIZE)
                 offset = _zero_point_offsets(zero_points_ptr, group, DTYPE, BLOCK_OUT, WORDS)
                 step_sum = tl.dot(_decode_int4(w, offset, DTYPE, BLOCK_OUT, WORDS), tl.trans(x))

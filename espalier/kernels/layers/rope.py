@@ -26,6 +26,7 @@ BLOCKS_PER_PROGRAM = 4
 
 @kernel
 def _load_converted(pointer, mask, ACC_DTYPE: tl.constexpr):
+    """Load values, 0 where mask is false, and convert them to ACC_DTYPE."""
     return tl.load(pointer, mask=mask, other=0.0).to(ACC_DTYPE)
 
 

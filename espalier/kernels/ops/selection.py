@@ -2,8 +2,8 @@
 
 A query has several index heads, each with a weight.  The score of a row is the sum over heads of weight · max(q · k, 0)
 (DeepSeek-AI 2025, "DeepSeek-V3.2", section 2.1).  Among equal scores the later position comes first, so a selection
-depends only on scores and positions.  This module also splits the committed rows of requests (KVSplits), so that
-several programs of an attention kernel share a request.
+depends only on scores and positions.  This module also splits the committed rows (K and V in pages) of requests, see
+KVSplits.  So several programs of an attention kernel can share a request.
 """
 
 from __future__ import annotations
@@ -317,7 +317,8 @@ class KVSplits:
 
     table: [B * policy.max_splits, SPLIT_COLUMNS] int32, one row per split; unused rows are undefined.  The splits of a
     request are adjacent, in order of position.  Without a window, requests with longer splits come first.
-    starts: [2 · B + 1] int32: the first split of each request, the number of all splits, the splits of each request.
+    starts: [2 · B + 1] int32: each request's first split (B values), the number of all splits (one value), each
+    request's number of splits (B values).
     """
 
     table: Tensor

@@ -30,8 +30,7 @@ def _commit_states_kernel(
     """row_counts: how many rows of each request are accepted.  source_rows: the indices of these rows.
 
     After snapshot_counts rows of a request, the state is also written to the table row snapshot_rows of the request.
-    snapshot_counts_ptr: None if no request has a snapshot.
-    """
+    snapshot_counts_ptr: None if no request has a snapshot."""
     pdl_trigger_and_wait(USE_PDL)
     v_blocks: tl.constexpr = (V_SIZE + BLOCK_V - 1) // BLOCK_V
     head = tl.program_id(0) // v_blocks

@@ -50,8 +50,9 @@ def _solve_tree(
 ):  # fmt: skip
     """Returns the values that each node adds to the state, [columns of the state, nodes].
 
-    first_values_t: the values that each node would add without ancestors, in the same shape.  key_products: the
-    products of each two nodes' keys.  seen_t: whether node i (row) is node j (column) or an ancestor of node j.
+    first_values_t: the values that each node would add if it had no ancestors, in the shape of the result.
+    key_products: the products of each two nodes' keys.  seen_t: whether node i (row) is node j (column) or an ancestor
+    of node j.
     """
     node = tl.arange(0, BLOCK_R)
     depth = tl.max(tl.sum(seen_t.to(tl.int32), 0), 0) - 1
@@ -95,8 +96,7 @@ def _tree_kernel(
     beta = tl.load(gate + HEADS, mask=is_node, other=0.0).to(ACC_DTYPE)
     v_place = (row * HEADS + head)[None, :] * V_SIZE + value[:, None]
     v_t = tl.load(v_ptr + v_place, mask=is_node[None, :] & is_value[:, None], other=0.0)
-    # Products would spread NaN and infinity to all nodes.  So NaN and infinity become 0 here.  Below, the outputs of
-    # these nodes and their descendants become NaN.
+    # Products would spread NaN and infinity to all nodes, so they become 0.  Below, descendants' outputs become NaN.
     is_not_finite = (log_decay * 0.0 != 0.0) | (beta * 0.0 != 0.0)
     log_decay, beta = tl.where(log_decay * 0.0 != 0.0, 0.0, log_decay), tl.where(beta * 0.0 != 0.0, 0.0, beta)
     product_t, out_t = tl.zeros([BLOCK_V, BLOCK_R], ACC_DTYPE), tl.zeros([BLOCK_V, BLOCK_R], ACC_DTYPE)

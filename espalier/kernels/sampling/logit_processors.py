@@ -41,8 +41,7 @@ class SlotArguments(NamedTuple):
     """Pointers to GatheredSlots and to the wide fields of the slot table, and the widths of these fields.
 
     bias_ids_ptr, bias_values_ptr: the token ids and values of logit_bias.  stop_ids_ptr: the request's stop ids.
-    counts_ptr: how often each token is in the output.  seen_ptr: whether it is in the prompt.
-    """
+    counts_ptr: how often each token is in the output.  seen_ptr: whether it is in the prompt."""
 
     ints_ptr: Any
     floats_ptr: Any
@@ -171,8 +170,7 @@ def logits_arguments(logits: Tensor, vocab: int, slots: GatheredSlots, first_pos
     """Build the kernels' argument `logits`, in the order of LogitsArguments.
 
     logits: [B, Q, vocab], contiguous in the last dimension; first_positions: [B] int64, the position of the first token
-    that the launch samples.  Raises EspalierError for other shapes and dtypes.
-    """
+    that the launch samples.  Raises EspalierError for other shapes and dtypes."""
     require("logits", logits, (slots.batch, -1, vocab), None, slots.ints)
     require("first_positions", first_positions, (slots.batch,), torch.int64, slots.ints)
     if logits.dtype not in LOGIT_DTYPES or (vocab > 1 and logits.stride(2) != 1):
@@ -252,8 +250,7 @@ def load_row_arguments(launch_row, queries, offset, logits, slots, drafted, COLU
     """Returns (request, pointer to the logits, position of the token, RowParams, DraftedRow) of a row of the launch.
 
     launch_row: request · queries + query.  offset: the row's position minus the first position of its request.
-    logits, slots, drafted: LogitsArguments, SlotArguments, DraftedArguments.
-    """
+    logits, slots, drafted: LogitsArguments, SlotArguments, DraftedArguments."""
     b = launch_row // queries
     q = launch_row % queries
     position = tl.load(logits.first_position_ptr + b * logits.first_position_stride) + offset
@@ -309,8 +306,7 @@ def process_logits(x, ids, is_token, row, drafted):
     """Apply mask, bias, bans, penalties and temperature to logits x of token ids [BLOCK], in the dtype of x.
 
     x: [BLOCK], or [BLOCK, n] for n rows with the same parameters.  is_token: [BLOCK]; where it is false, the caller
-    sets x to -inf, and x stays -inf.  row, drafted: RowParams, DraftedRow.
-    """
+    sets x to -inf, and x stays -inf.  row, drafted: RowParams, DraftedRow."""
     exact: tl.constexpr = x.dtype
     if drafted.mask_words > 0:
         word = tl.load(drafted.mask_ptr + ids // 32, mask=is_token, other=0)

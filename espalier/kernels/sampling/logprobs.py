@@ -29,8 +29,7 @@ def write_logprobs(
     """The launcher of ops/sampling.py:write_logprobs.
 
     Token ids and ranks equal the reference's.  In float32, log-probabilities are within 2**-16 of the reference's,
-    because the order of summation differs.  Raises EspalierError for a tensor with another shape, dtype or device.
-    """
+    because the order of summation differs.  Raises EspalierError for a tensor with another shape, dtype or device."""
     (batch, _, vocab), width = logits.shape, tokens.shape[1]
     num_words = ring.shape[3]
     max_logprobs = (num_words - TOP) // 2
@@ -114,8 +113,7 @@ def _merge_logprobs_kernel(
     """Merge the splits of a token.  Among equal logits, candidates are in order of ids, so the lowest id comes first.
 
     words_ptr, floats_ptr: the ring, as int64 and as float64.  TOKEN to TOP_VALUES: offsets in a row, whose layout is in
-    espalier/logprobs.py.  logits_rows_ptr: the row of `logits` that each token was picked from.
-    """
+    espalier/logprobs.py.  logits_rows_ptr: the row of `logits` that each token was picked from."""
     pdl_trigger_and_wait(USE_PDL)
     place = tl.program_id(0).to(tl.int64)
     b, w = place // width, place % width

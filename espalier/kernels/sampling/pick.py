@@ -126,8 +126,7 @@ def first_id_of_block(start, end, BLOCK: tl.constexpr):
     """Returns the first id of the next block: `start`, or a lower id, so that the whole block is below `end`.
 
     With a lower first id, some ids of this split or of the previous split are read again.  This does not change the
-    best id.
-    """
+    best id."""
     return tl.minimum(start, tl.maximum(end - BLOCK, 0))
 
 
@@ -184,7 +183,8 @@ def _best_of_split_kernel(
     USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Write a split's best key (the key of its best score), and the lowest id with that key, to keys and ids [rows,
-    splits].  A score is logit / T + noise; rows with filters get no noise here."""
+    splits].  A score is logit / T + noise; rows with filters get no noise here.  logits, slots, drafted: see
+    load_row_arguments."""
     pdl_trigger_and_wait(USE_PDL)
     out = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
@@ -242,8 +242,7 @@ def _draw_filtered_kernel(
     """Sample again in rows with filters (top-k, top-p, min-p), from the tokens that the filters leave.
 
     Each program covers many rows, and first reads has_filters of 32 rows at once.  Most rows have no filters, so one
-    program per row, or one load per row, would take longer.
-    """
+    program per row, or one load per row, would take longer."""
     pdl_trigger_and_wait(USE_PDL)
     logits, slots, drafted = LogitsArguments(*logits), SlotArguments(*slots), DraftedArguments(*drafted)
     program, num_programs = tl.program_id(0), tl.num_programs(0)

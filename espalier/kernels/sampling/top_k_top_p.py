@@ -22,7 +22,8 @@ from espalier.kernels.sampling.noise import gumbel_noise
 
 @kernel
 def load_processed_block(logits_ptr, start, vocab, dtype: tl.constexpr, row, drafted, BLOCK: tl.constexpr):
-    """Returns (x, ids) of a block of a row: logits after process_logits (-inf past the vocabulary), and token ids."""
+    """Returns (x, ids) of a block of a row: logits after process_logits (-inf past the vocabulary), and token ids.
+    row, drafted: RowParams, DraftedRow."""
     ids = start + tl.arange(0, BLOCK)
     x = tl.load(logits_ptr + ids, mask=ids < vocab, other=float("-inf"))
     return process_logits(x.to(dtype), ids, ids < vocab, row, drafted), ids
@@ -39,8 +40,7 @@ def next_pivot(low, high, step):
     """Returns a value in [low, high).
 
     Before step 24 the pivot is the middle of low and high, which needs few steps for usual logits.  From step 24 on,
-    the pivot is the median of all floats between low and high, which limits the number of steps for any logits.
-    """
+    the pivot is the median of all floats between low and high, which limits the number of steps for any logits."""
     low_key = float_to_key(low)
     high_key = float_to_key(high)
     median_float = key_to_float((low_key & high_key) + ((low_key ^ high_key) >> 1))
@@ -56,8 +56,7 @@ def find_cutoff(
     """Returns (cutoff, sum over the tokens above the cutoff).  A sum is a number of tokens; with BY_MASS, their mass.
 
     The cutoff is the largest value for which the sum over the tokens at or above the cutoff is at least `target_sum`,
-    but at least min_cutoff.  max_logit: the row's largest logit, which must be finite.
-    """
+    but at least min_cutoff.  max_logit: the row's largest logit, which must be finite."""
     exact: tl.constexpr = max_logit.dtype
     low = min_cutoff
     high = max_logit

@@ -29,6 +29,7 @@ MAX_PREFETCHED_CANDIDATES = 2048
 
 
 def select_paths(root: Tensor, candidates: Candidates, num_nodes: int) -> Tree:
+    """The launcher of ops/drafts.py:select_paths.  root: [B], tokens of the roots.  num_nodes: nodes of a tree."""
     batch, steps, rows, topk = check_path_sizes(root, candidates, num_nodes)
     tree = Tree.empty(root, num_nodes)
     if batch:
