@@ -154,8 +154,10 @@ class Pass:
     tokens: [B, Q] int64.  A negative token marks a void node or padding.  Such a row runs with the token of its
     request's first row, or with token 0 if that token is negative too, and uses no expert.
     positions: [B, Q] int64, for RoPE.
-    needed_row: [B] int64, the row of each request whose output is read; None for all rows.  The last layer writes all
-    rows, but computes the output of the needed rows only.
+    page_rows: [B · Q], the page rows to which the new rows are copied; None: no copy.  commits_by_layer: whether each
+    layer copies its rows before it attends.  state_access: the recurrent states that layers read, or None.  needed_row:
+    [B] int64, the row of each request whose output is read; None for all rows.  The last layer writes all rows, but
+    computes the output of the needed rows only.
     chosen_rows: the rows that run; None for all rows.  If set, tokens, positions and tensors of layers are [1, R, ...].
     """
 

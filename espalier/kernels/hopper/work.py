@@ -24,7 +24,9 @@ class HopperConstexprs(NamedTuple):
     Each row of a block is divided among tiles.  WIDTHS: for each tile, how many values of a row it holds.  COLUMNS: for
     each tile, the first of these values.  ROW_SIZE: the sum of WIDTHS.  OUT_SIZE: how many output values per query an
     attending warpgroup computes.
-    SAME_STRIDES: whether committed rows of all tiles have the same stride.  TMA_BLOCKS, STAGED_KIND: see work_items.py.
+    GROUP_SIZE: query heads per KV head.  BLOCK_M: packed queries per query tile.  BLOCK_N: rows per block.
+    LONGEST_FIRST: see split_of_work_item.  LOAD_WARPS, CONVERT_WARPS: numbers of warps.  SAME_STRIDES: whether
+    committed rows of all tiles have the same stride.  TMA_BLOCKS, STAGED_KIND: see work_items.py.
     RAW_STAGES: number of stages of FP8 rows, which extra warps convert into the attended stages; 0 for other rows.
     USE_PDL: see kernels/runtime/pdl.py.
     """

@@ -330,6 +330,7 @@ def _plans_of_nearest_size(plans: Mapping[MatrixSize, ExpertsPlans], size: Matri
 
 
 def _log_plans(key: TuningKey, plans: Mapping[MatrixSize, ExpertsPlans], sources: Sequence[str]) -> None:
+    """Log which measured plans there are.  key: (chip, dtype, format).  sources: the files that have them."""
     sizes = ", ".join(f"{hidden}x{inner}" for hidden, inner in plans)
     log.info("experts, %s: %s", key[1], f"plans measured for {sizes}" if plans else "no plans measured on this chip")
 

@@ -356,6 +356,7 @@ def plans_for_shape(
 
 
 def _log_plans(key: TuningKey, plans: Mapping[MatrixSize, LinearPlans], sources: Sequence[str]) -> None:
+    """Log which measured plans there are.  key: (chip, dtype, format).  sources: the files that have them."""
     gpu, dtype, format = key
     major, minor = gpu.capability
     where = f"capability {major}.{minor}, {gpu.processors} SMs, {gpu.shared_memory} bytes of shared memory"

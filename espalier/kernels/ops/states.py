@@ -286,7 +286,8 @@ def tree_outputs(
 def chain_outputs(
     q: Tensor, rows: StateRows, state: SlotStates, path: PathRows, skip_weight: Tensor | None, is_delta_rule: bool
 ) -> Tensor:
-    """Returns the outputs of a chain of rows, as tree_outputs for a tree, and updates the slots' states."""
+    """Returns the outputs [B, width, heads, v_size] of a chain of rows, and updates the slots' states.  Arguments: see
+    tree_outputs."""
     before = state.table[state.slots]
     scan_rows = scan if path.continues_previous is None or not len(q) else _make_piecewise_scan(path.continues_previous)
     scanned = scan_rows(q, rows, before, path.row_counts, path.snapshot_counts, is_delta_rule)

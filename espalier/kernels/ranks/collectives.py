@@ -29,9 +29,10 @@ NO_MULTICAST_ENV = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 class PeerMemory:
     """Memory of each rank that all ranks can read and write.
 
-    addresses: [ranks] int64, the address of each rank's memory.  num_launches: [MAX_PROGRAMS] int32, the number of
-    launches that each program of this rank has completed.  stop_flag: [1] int32 in host memory; if it is not zero,
-    kernels stop waiting.  keep_alive: objects that must live as long as the memory is used.
+    slot_bytes: the bytes of one slot.  addresses: [ranks] int64, the address of each rank's memory.  num_launches:
+    [MAX_PROGRAMS] int32, the number of launches that each program of this rank has completed.  stop_flag: [1] int32 in
+    host memory; if it is not zero, kernels stop waiting.  keep_alive: objects that must live as long as the memory is
+    used.
     """
 
     rank: int

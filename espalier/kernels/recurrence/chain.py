@@ -246,7 +246,7 @@ def chain_outputs(
     skip_weight: Tensor | None,
     is_delta_rule: bool,
 ) -> Tensor:
-    """The launcher of ops/states.py:chain_outputs.
+    """The launcher of ops/states.py:chain_outputs.  rows: (k, v, gates).
     Tolerance of outputs and states: the rounding of products' operands, times the condition number of a chunk's system.
     """
     k, v, gates = (x.contiguous() for x in rows)
