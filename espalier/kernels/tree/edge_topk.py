@@ -127,7 +127,7 @@ def _launch_merge_and_rank(
     row_scores: Tensor,
     forced_tokens: Tensor | None,
 ) -> None:
-    """Launch the other two kernels.  split_results: (logits, maxima, sums).  id_arguments: (token ids, their stride)."""
+    """Launch the other two kernels.  split_results: (logits, maxima, sums).  id_arguments: (token ids, stride)."""
     (batch, num_rows, topk), (splits, split) = out.tokens.shape, split_results[0].shape[2:]
     gpu, block_splits, block_children = chip(row_scores), next_power_of_2(splits), next_power_of_2(topk)
     _merge_rows_kernel[(batch, num_rows)](
