@@ -29,10 +29,10 @@ MIN_VALUES_WITHOUT_SPLITS = 2**23
 def flash_attn_with_kvcache() -> Callable[..., tuple[Tensor, ...]]:
     """Return the attention function of FlashAttention-3.  The first call imports the library."""
     assert SUPPORT.library is not None and SUPPORT.library.installed_module is not None
-    function: Callable[..., tuple[Tensor, ...]] = import_module(
+    attention_function: Callable[..., tuple[Tensor, ...]] = import_module(
         SUPPORT.library.installed_module
     ).flash_attn_with_kvcache
-    return function
+    return attention_function
 
 
 class FA3Attention(LibraryAttention):

@@ -8,8 +8,8 @@ among programs.  The host computes the plan.  In the library's code (0.6.7), the
 - FA3 and MLA.  Their kernels read lengths from the plan only.
 
 Therefore rounds run on FA2.  Without overlap, rounds split the KV rows, and the host plans again before each replay of
-the graph.  With overlap, rounds have no splits, and latent rows are refused.  Long passes have exact lengths, so they
-run on FA3 if the device supports it.
+the graph.  With overlap, rounds have no splits, and latent rows are refused.  Long passes (prefill) have exact lengths,
+so they run on FA3 if the device supports FA3.
 """
 
 from collections.abc import Sequence
@@ -265,7 +265,7 @@ class FlashInferBackend(AttentionBackend):
 
 
 def device_properties(device: torch.device) -> tuple[int, bool]:
-    """Returns (the number of programs that fill the device: two per multiprocessor, whether the device has FA3)."""
+    """Returns (programs that fill the device: two per multiprocessor; whether the device supports FA3)."""
     properties = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     return (264, True) if properties is None else (2 * properties.multi_processor_count, properties.major == 9)
 

@@ -72,7 +72,7 @@ def _latent_attention_kernel(
     USE_PDL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_ROPE: tl.constexpr,
 ):
-    """queries, rows: queries and staged rows per request.  row_ptr: rows in pages.  row_scale_ptr: their FP8 scale."""
+    """queries, rows: numbers of queries and staged rows per request.  row_ptr: pages.  row_scale_ptr: the FP8 scale."""
     CONSTANTS: tl.constexpr = AttentionConstexprs(
         PAGE_SIZE, 0, 0, STAGED_KIND, PRECISION, STAGES, BLOCK_N, BLOCK_R, V_SIZE, ROPE_SIZE, BLOCK_V, BLOCK_ROPE
     )

@@ -104,7 +104,7 @@ def _merge_query_head_pairs(
     first_row = start * pairs_per_request + pair % pairs_per_request
     row = index[None, :] * pairs_per_request + pairs[:, None]
     exists = (index < count)[None, :]
-    # Loaded before the log-sum-exps, so that both loads overlap.
+    # partial_out is loaded before the log-sum-exps, so that both loads overlap.
     partial_out = tl.load(
         partial_ptr + first_row * V_SIZE + (row * V_SIZE)[:, :, None] + column[None, None, :],
         mask=exists[:, :, None] & (column < V_SIZE)[None, None, :], other=0.0,
@@ -165,7 +165,7 @@ def _merge_splits_kernel(
 def merge_splits(
     partial_results: PartialResults, splits: KVSplits, out: Tensor, lse: Tensor, sink: Tensor | None = None
 ) -> None:
-    """The launcher of ops/attention.py:merge_splits.  out, lse: get the results of requests with splits."""
+    """The launcher of ops/attention.py:merge_splits.  out, lse: written for requests with splits."""
     batch, queries, heads, v_size = out.shape
     capacity = splits.table.shape[0]
     require("merge_splits' partial out", partial_results.out, (capacity, queries, heads, v_size), torch.float32, out)

@@ -1,5 +1,5 @@
-"""The warps of Hopper's attention kernels that attend.  A warpgroup takes 64 packed queries, and one block of rows at a
-time.  A packed query is one head of one query.
+"""The attending warps of Hopper's attention kernels: they compute scores, weights and outputs.  A warpgroup takes 64
+packed queries, and one block of rows at a time.  A packed query is one head of one query.
 
 While the tensor cores multiply one block's weights with its values, the warps compute the weights of the next block
 (Shah et al. 2024, FlashAttention-3, arXiv:2407.08608, section 3.2).  The warpgroups of a program do not wait for each

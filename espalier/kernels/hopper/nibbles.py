@@ -47,7 +47,7 @@ def weight_rows_of_block(block_index, num_out, IS_GATED: gl.constexpr, LAYOUT: g
     if IS_GATED:
         w_rows = gl.minimum(block_index * 32 + row // 16 * 8 + row % 8, num_out - 1) + row % 16 // 8 * num_out
     else:
-        # Rows past the end become the last row; their results are not stored.
+        # Rows past the end are replaced by the last row; their results are not stored.
         w_rows = gl.minimum(block_index * 64 + row, num_out - 1)
     return w_rows
 
@@ -178,7 +178,7 @@ def _copy_codes(buffers, stage, matrix, offsets, first_column, row_words, CODE: 
 
 @gluon_kernel
 def _copy_inputs(buffers, stage, x_ptr, offsets, row_exists, first_column, num_in, EVEN_IN: gl.constexpr):
-    """Start to copy columns first_column .. first_column + 255 of x.  offsets: in x, for columns 0 .. 255."""
+    """Start to copy columns first_column .. first_column + 255 of x.  offsets: of columns 0 .. 255 in x."""
     if not EVEN_IN:
         column = gl.expand_dims(first_column + gl.arange(0, 256, layout=gl.SliceLayout(0, offsets.type.layout)), 0)
         row_exists = row_exists & (column < num_in)

@@ -29,7 +29,7 @@ def _add_normed_kernel(
     EPS_1: tl.constexpr, EPS_2: tl.constexpr, FIRST_SPLITS: tl.constexpr, SECOND_SPLITS: tl.constexpr,
     SCALE: tl.constexpr, ROW_SIZE: tl.constexpr, ACC_DTYPE: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """x: the residual.  first, second: the outputs of blocks.  FIRST_SPLITS, SECOND_SPLITS: their partial sums.
+    """x: the residual.  first, second: the outputs of blocks.  *_SPLITS: the number of partial sums.
 
     second_output_ptr, output_weight_ptr, out_ptr, out_1_ptr, out_2_ptr: None if there is no such tensor."""
     DTYPE: tl.constexpr = sum_ptr.dtype.element_ty

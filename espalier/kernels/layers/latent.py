@@ -29,7 +29,7 @@ from espalier.kernels.runtime.launch import acc_dtype, chip, next_power_of_2, re
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_trigger_and_wait, pdl_wait
 from espalier.kernels.state.kv_scales import require_kv_rows
 
-# The most values of a matrix that a program holds in registers.
+# The most values of a head's matrix that a program holds in registers.
 TILE_VALUES = 8192
 NUM_WARPS = 4
 

@@ -124,7 +124,7 @@ def _write_dequantised_rows_kernel(
         if CODE == 2:
             scales = (scale_codes.to(tl.uint32) << 23).to(tl.float32, bitcast=True)
         else:
-            # SCALE_UNIT (quantised.py) explains the stored bits.  The product is in float64, as in the reference.
+            # For the stored bits, see SCALE_UNIT (quantised.py).  The product is in float64, as in the reference.
             scales = (scale_codes.to(tl.uint16) << 7).to(tl.float16, bitcast=True).to(tl.float64) * 2.0**-7
             scales = (scales * tl.load(zero_points_ptr + w_rows)[:, None]).to(tl.float32)
     values = tl.reshape(numbers * scales[:, :, None], (BLOCK_OUT, BLOCK_IN)).to(out_ptr.dtype.element_ty)
@@ -133,7 +133,7 @@ def _write_dequantised_rows_kernel(
 
 
 def write_dequantised_rows(weight: QuantisedMatrix, rows: range, out: Tensor) -> None:
-    """Write the values of these rows of a 4-bit matrix to out [rows, in], bfloat16 or float16, contiguous.
+    """Write the values of rows `rows` of a 4-bit matrix to out [rows, in], bfloat16 or float16, contiguous.
 
     The columns are in the order of the codes.  The reference is quantised.py:dequantise; the bits are equal."""
     (words, scales, factors), num_in = kernel_matrix(weight.rows_from(rows.start)), weight.shape[1]

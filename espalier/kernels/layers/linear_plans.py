@@ -242,7 +242,8 @@ class TritonPlan:
 class LibraryPlan:
     """Divides a product into several smaller products of PyTorch's library.  `pieces` or `splits` is 1.
 
-    pieces: groups of weight rows, with one call for each.  splits: parts of the columns (split-K), all in one call."""
+    pieces: groups of weight rows, with one call for each.  splits: parts of the columns (split-K), all in one batched
+    call."""
 
     pieces: int
     splits: int
@@ -323,7 +324,7 @@ def _is_worth_measuring(plan: TritonPlan, num_rows: int, num_out: int, num_in: i
 # bucket, a TritonPlan gives a row the same bits for any number of rows.
 ROWS_BUCKETS = (16, 32, 64, 128, 256)
 
-# A tile of weight has at least so many columns, because kernels prefetch whole L2 lines, of 64 two-byte numbers.
+# The fewest columns of a weight tile.  Kernels prefetch whole L2 lines, which hold 64 two-byte numbers.
 MIN_BLOCK_IN = 64
 
 log = logging.getLogger(__name__)

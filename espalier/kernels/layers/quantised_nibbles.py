@@ -215,7 +215,7 @@ def _decode_e2m1(w, factors, DTYPE: tl.constexpr, BLOCK_OUT: tl.constexpr, WORDS
     """Returns E2M1 numbers times 2^-126 (float16: 2^-14) times their factor: [BLOCK_OUT, 8 · WORDS].
 
     factors: a uint32 per word.  Its low half is for columns 0 to 15 of 32, its high half for columns 16 to 31.  A word
-    has two pairs of numbers of each half.
+    has two pairs of numbers from columns 0 to 15, and two pairs from columns 16 to 31.
     interleave_nibbles (quantised.py) has moved the bits.  A mask puts the sign, the two exponent bits and the mantissa
     bit where the dtype has its sign, its lowest exponent bits and its highest mantissa bit.  So an exponent of 0 means
     a subnormal number in E2M1 and in the dtype.  The product is exact.
@@ -229,7 +229,7 @@ def _decode_e2m1(w, factors, DTYPE: tl.constexpr, BLOCK_OUT: tl.constexpr, WORDS
 
 @kernel
 def _decode_e2m1_pair(bits, factors, HALF: tl.constexpr, DTYPE: tl.constexpr):
-    """Multiply a pair of E2M1 numbers by its factor.  bits: after the mask, the bits of two bfloat16 numbers."""
+    """Multiply a pair of E2M1 numbers by its factor.  bits: the bits of two bfloat16 numbers, which a mask has left."""
     bits = bits & 0x81C081C0
     if tl.bfloat16 != DTYPE:
         bits = (bits & 0x80008000) | ((bits & 0x01C001C0) << 3)

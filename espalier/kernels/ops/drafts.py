@@ -61,7 +61,7 @@ def _search_best_paths(
 
     tokens, scores, next_rows: the request's part of Candidates, as nested lists."""
     tree, path_scores = [(VOID, 0, 0)], [0.0]
-    # An entry: ((minus the path's score, depth, parent node, candidate's index, row), score of the parent's path).
+    # An entry: ((minus the path's score, depth, parent node, index in the row, row), score of the parent's path).
     frontier = [((-scores[0][0][0], 1, 0, 0, 0), 0.0)]
     while len(tree) < num_nodes and frontier:
         (negated_score, depth, parent, candidate, row), parent_score = heappop(frontier)
@@ -133,7 +133,7 @@ def select_paths(root: Tensor, candidates: Candidates, num_nodes: int) -> Tree:
     first.  root: [B] int64, the root's token.
 
     Among paths of equal score, the order is: lower depth, then the parent that was selected first, then the candidate
-    that comes first in its row.  If there are too few paths, the remaining nodes are void, as in
+    that comes first in its row.  If there are too few paths, the remaining nodes are void (token -1), as in
     ops/tree.py:select_tree.  Raises EspalierError if sizes do not agree.
     """
     _, steps, _, _ = check_path_sizes(root, candidates, num_nodes)

@@ -17,7 +17,7 @@ MAX_ROUTER_ROWS = 4
 
 
 def supports_norm_router(residual: Tensor) -> bool:
-    """Returns whether the kernel of norm_router supports rows like these."""
+    """Returns whether the kernel of norm_router supports the device, dtype and number of rows of `residual`."""
     return residual.is_cuda and residual.dtype in DTYPES and 0 < len(residual) <= MAX_ROUTER_ROWS
 
 

@@ -82,7 +82,7 @@ def _norm_heads(qk: Tensor, heads: int, norms: HeadNorms | None) -> Tensor:
 
 
 def supports_head_product(x: Tensor) -> bool:
-    """Returns whether head_product's kernel supports rows like these."""
+    """Returns whether head_product's kernel supports x [N, heads, in]."""
     return x.is_cuda and 0 < len(x) <= MAX_HEAD_ROWS and x.shape[2] <= MAX_HEAD_INPUTS and x.dtype in DTYPES
 
 

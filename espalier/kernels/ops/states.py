@@ -142,7 +142,7 @@ class GateInputs(NamedTuple):
 
 
 class RowInputs(NamedTuple):
-    """The rows of a pass: B batch rows of `width` rows each.
+    """The rows of a pass: B batch rows of `width` rows each.  A batch row is a request, or one piece of its prompt.
 
     tail: [table rows, taps - 1, channels], the tails of all slots.  slots: [B], the table row of each batch row.
     parents: [B, width], the parent of each row of a tree; None for a chain.  continues_previous: [B] bool, whether a
@@ -179,7 +179,7 @@ class SlotStates(NamedTuple):
 
 
 class PathRows(NamedTuple):
-    """The rows that update the states of B batch rows, and the snapshots to save.
+    """The rows that update the states of B batch rows (requests, or pieces of prompts), and the snapshots to save.
 
     slots: [B], the table row of each batch row.  source_rows: [B, width], the indices of the staged rows (rows of this
     pass) that update each state, in order; None: each batch row has `width` staged rows, already in order.
@@ -387,15 +387,20 @@ def _make_piecewise_scan(continues_previous: Tensor):
     Where continues_previous [B] is True, a batch row starts from the state after the batch row before."""
 
     def scan_rows(
-        q: Tensor, rows: StateRows, states: Tensor, counts: Tensor, snapshots: Tensor | None, is_delta: bool
+        q: Tensor,
+        rows: StateRows,
+        states: Tensor,
+        row_counts: Tensor,
+        snapshot_counts: Tensor | None,
+        is_delta_rule: bool,
     ) -> ScanResult:
         results, state = [], states[:1]
         for row in range(len(q)):
             row_slice = slice(row, row + 1)
             state = state.where(continues_previous[row_slice, None, None, None], states[row_slice])
             row_inputs = StateRows(*(values[row_slice] for values in rows))
-            row_snapshots = None if snapshots is None else snapshots[row_slice]
-            results.append(scan(q[row_slice], row_inputs, state, counts[row_slice], row_snapshots, is_delta))
+            snapshots = None if snapshot_counts is None else snapshot_counts[row_slice]
+            results.append(scan(q[row_slice], row_inputs, state, row_counts[row_slice], snapshots, is_delta_rule))
             state = results[-1].state
         return ScanResult(*(torch.cat(values) for values in zip(*results, strict=True)))
 

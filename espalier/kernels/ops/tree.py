@@ -145,7 +145,7 @@ def comparable_scores(scores: Tensor) -> Tensor:
 
 
 def ordered_topk(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Returns (values, indices) of the k best scores of the last dimension.  Ties go to the lower index.
+    """Returns (values, indices) of the k best scores along the last dimension.  Of equal scores, the lower index wins.
 
     torch.topk alone does not define the order of equal scores.  scores: float32; NaN counts as -inf.  If there are
     fewer than k scores, the remaining values are -inf with index 0."""

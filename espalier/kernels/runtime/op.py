@@ -19,8 +19,8 @@ R = TypeVar("R")
 
 
 class Op(Protocol[P, R]):
-    """An operation.  Calling it chooses between `triton` and `reference`.  reference: runs it in plain torch.  triton:
-    runs its launcher, on any device.  launcher_module: the module of the launcher."""
+    """An operation.  Calling it chooses between `triton` and `reference`.  reference: runs the operation in plain
+    torch.  triton: runs the launcher, on any device.  launcher_module: the module of the launcher."""
 
     reference: Callable[P, R]
     triton: Callable[P, R]
