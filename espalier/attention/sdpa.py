@@ -172,7 +172,7 @@ class SdpaBackend(AttentionBackend):
         self.max_committed_rows: int | None = None
 
     def prepare(self, lengths: CommittedLengths) -> None:
-        """Stores the largest number of committed rows of a request.  The plans gather only so many rows."""
+        """Stores the largest number of committed rows of a request.  The plans gather only this number of rows."""
         self.max_committed_rows = lengths.max_length
 
     def plan(self, pages: PagedKV, specs: Sequence[LayerSpec], prefix: Prefix, nodes: Nodes) -> SdpaAttention:

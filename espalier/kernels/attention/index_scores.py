@@ -1,8 +1,9 @@
 """Computes index scores, the sum over index heads of weight · max(q · k, 0), for rows in pages and staged rows.
 
 There are few queries and many rows.  A program holds the heads of a few queries, and multiplies block after block of
-keys with all these heads.  The programs of a request take its blocks in turn, so a captured launch does no work for
-rows that do not exist.  The last blocks hold the staged rows, of which a query sees those in its ancestor bits.
+keys with all these heads.  The programs of a request take the request's blocks in turn.  So a captured launch does no
+work for rows that do not exist.  The last blocks hold the staged rows, of which a query sees those in its ancestor
+bits.
 
 With 64 heads of 128 values, one query computes 16,384 flops for each key of 256 bytes.  So from 4 queries on, products
 take longer than reading the keys.

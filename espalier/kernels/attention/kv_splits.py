@@ -3,7 +3,7 @@
 The committed rows of each request are divided into splits that run in parallel.  merge.py merges the partial results
 of the splits in position order.  The length of a split depends on the request's rows, the number of queries and the
 batch bucket of the pass (the batch, rounded up).  In the table the requests with the longest splits come first.
-Programs take splits in turn, so each gets about the same amount of work (work_items.py:work_item_of_program).
+Programs take splits in turn, so all programs get about equally much work (work_items.py:work_item_of_program).
 
 TMA copies a block of committed rows with one instruction if the block is contiguous in the pages.  Contiguous blocks
 are counted once per Prefix, for all layers with the same splits and rows per block.  If the page size is a multiple of

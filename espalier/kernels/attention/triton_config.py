@@ -45,7 +45,7 @@ class TritonConfig:
 
         k_bytes, v_bytes: bytes of one row of K and of V.  A latent row counts as K, with v_bytes 0.  q_bytes: bytes of
         one query; None: k_bytes.
-        From Hopper on, a product reads its weights from registers, and each stage needs a buffer of its own.
+        From Hopper on, a product reads its weights from registers, and each stage needs a separate buffer.
         """
         step, q_bytes = self.block_n * (k_bytes + v_bytes), k_bytes if q_bytes is None else q_bytes
         if self.block_m >= 64 and gpu.capability >= (9, 0):

@@ -149,8 +149,8 @@ def _load_contiguous(
         stage = stage_of(stages, blocks_done)
         full = stages.full.index(stage)
         # `full` counts one arrival of every loading thread, as with cp.async.  Here one thread makes all arrivals: the
-        # first with the expected bytes, the others by count.  So all warps must be in the same iteration.  A barrier
-        # that the compiler puts in this loop ensures this (tests/kernels/test_compiled.py).
+        # first together with the number of expected bytes, the others by a count.  So all warps must be in the same
+        # iteration.  A barrier that the compiler puts in this loop ensures this (tests/kernels/test_compiled.py).
         hopper.mbarrier.expect(full, CONSTANTS.BLOCK_N * CONSTANTS.ROW_SIZE * BYTES)
         hopper.mbarrier.arrive(full, count=32 * CONSTANTS.LOAD_WARPS - 1)
         for i in gl.static_range(len(descriptors)):

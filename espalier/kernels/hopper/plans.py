@@ -19,7 +19,7 @@ MAX_PROGRAMS_PER_PROCESSOR = 4
 
 
 def supports_format(weight: QuantisedMatrix, dtype: torch.dtype, num_rows: int, gpu: Chip) -> bool:
-    """Returns whether the kernels multiply the weight with `num_rows` rows of inputs, or with tiles of so many rows."""
+    """Whether the kernels support the weight, with `num_rows` rows of inputs or with tiles of `num_rows` rows."""
     is_int4 = weight.code == "int4" and weight.group_size == INT4_GROUP_SIZE < weight.shape[-1]
     is_few = gpu.capability == HOPPER and num_rows <= MAX_ROWS
     return is_few and dtype == torch.bfloat16 and (weight.code in E2M1_CODES or is_int4)

@@ -72,7 +72,7 @@ CANDIDATE_TILES = (
 )
 # The fewest stages that keep the memory busy.
 MIN_STAGES = 3
-# Programs per multiprocessor that keep the memory busy.  The rule makes tiles smaller until the grid has so many.
+# Programs per multiprocessor that keep the memory busy.  The rule makes tiles smaller until the grid has this many.
 MIN_PROGRAMS_PER_PROCESSOR = 2
 # The most rows of a tile with 4-bit weights.  Larger tiles are 6 to 25% slower, because more of an
 # expert's last tile is empty (docs/log.md).

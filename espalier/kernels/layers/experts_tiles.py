@@ -184,8 +184,8 @@ def make_expert_tiles(expert_ids: Tensor, live_rows: Tensor | None, num_experts:
     return ExpertTiles(tile_rows, experts, begins, order, ends, live_rows)
 
 
-# A program of a shared piece prefetches the weights of so many loop steps.  More would take bandwidth from earlier
-# kernels.
+# A program of a shared piece prefetches the weights of this number of loop steps.  More would take bandwidth from
+# earlier kernels.
 PREFETCHED_STEPS = 1
 
 

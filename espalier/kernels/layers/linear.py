@@ -1,4 +1,4 @@
-"""A linear layer for few rows: y = x · weightᵀ + bias.  The time is that of reading the weight once.
+"""A linear layer for few rows: y = x · weightᵀ + bias.  Reading the weight takes most of the time.
 
 Grid: (blocks of weight rows, splits).  A program multiplies BLOCK_OUT rows of the weight with all rows of x.  A program
 covers all columns, or one of `splits` parts of the columns (split-K).  Split-K programs write float32 partial sums

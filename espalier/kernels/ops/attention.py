@@ -105,7 +105,7 @@ class Nodes:
     """The queries and the staged rows (new K and V) of a pass.
 
     positions: [B, Q] int64, the queries' positions.  row_positions: [B, R] int64, the positions of the staged rows.
-    Without staged rows (R = 0), queries attend to committed rows alone.
+    Without staged rows (R = 0), queries attend only to committed rows.
     ancestor_bits: [B, Q, W] int64, the staged rows that a query attends to (its ancestors and itself).  None: the rows
     are a chain, every row is a query, and query i attends to rows 0 to i.
     parents: [B, R], each row's parent row; the root is its own parent.  Only layers with a recurrent state read this
@@ -138,7 +138,7 @@ class AttentionInputs(NamedTuple):
 
     q: [B, Q, heads, k_size].  pages: K and V, [rows, kv_heads, size], where row = page * page_size + offset.
     splits: the splits of the committed rows; with a window, of the rows inside the window.  scale: the factor of q · k.
-    staged: K and V of the staged rows, [B, R, kv_heads, size]; None: queries attend to committed rows alone.
+    staged: K and V of the staged rows, [B, R, kv_heads, size]; None: queries attend only to committed rows.
     window, softcap: see LayerSpec.  sink: see apply_sink.  kv_scales: the scales of committed and staged K and V in
     FP8; None for other dtypes.
     """
@@ -319,7 +319,7 @@ def latent_attention(
 
 @op("espalier.kernels.attention.tree_attention", condition=has_staged_kernel)
 def staged_attention(inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
-    """Computes attention of each query over its own and its ancestors' staged rows alone.
+    """Computes attention of each query only over staged rows: its own row and the rows of its ancestors.
 
     inputs: `prefix` and `splits` must come from empty_prefix.  Returns out [B, Q, heads, v_size] in q's dtype and lse
     [B, Q, heads], natural log.  A query that attends to no rows gets zeros and lse -inf."""

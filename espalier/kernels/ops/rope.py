@@ -90,7 +90,8 @@ def supports_head_product(x: Tensor) -> bool:
 class LatentFormat:
     """The format of a layer's latent rows, whose last `rotary` values are rotated by RoPE.
 
-    norm: [size - rotary], the weight of the RMS norm of the other values; None: no norm.  eps: the eps of the norm.
+    norm: [size - rotary], the weight of the RMS norm of the values before the rotated values; None: no norm.  eps: the
+    eps of the norm.
     interleaved: whether the input has the values of a rotated pair at 2i and 2i + 1, as with DeepSeek's weights, and
     not at i and i + rotary / 2.  In the result, a pair is always at i and i + rotary / 2.
     """
@@ -145,7 +146,7 @@ def rotate_and_store(
     """Norm and rotate the Q and K heads of qkv [N, heads + 2 · kv_heads, size] (all Q, then all K, then all V).
 
     With HeadNorms.v_is_k, qkv ends with the K heads.  With HeadNorms.has_gates, qkv has a gate after each Q head.  If
-    the buffers have no heads, qkv holds Q heads alone.  qkv may also be partial sums [splits, N, ...] float32
+    the buffers have no heads, qkv holds only Q heads.  qkv may also be partial sums [splits, N, ...] float32
     (linear_partial_sums), which are first added in order and rounded to the model's dtype.
     norms: None for a model without head norms.
     cache_rows: [N] int64, the rows of k_buffer and v_buffer [R, kv_heads, size] to which K and V are written.

@@ -101,7 +101,7 @@ def advance(
     offsets = torch.arange(width, device=picked_tokens.device)
     decided = offsets < num_tokens[:, None]
     token_positions = slots.prefix_len[:, None] + 1 + (num_tokens[:, None] - width).clamp(min=0) + offsets
-    # At the other positions, the history keeps its token.
+    # At positions where is_new is False, the history keeps its token.
     columns = token_positions.clamp(max=table.layout.history_width - 1)
     slot = slots.index[:, None].expand_as(columns)
     is_new = decided & (token_positions >= table.known_len[slots.index][:, None])

@@ -38,7 +38,8 @@ class KVScales:
 def require_kv_rows(
     name: str, rows: Tensor, shape: tuple[int, ...], scales: KVScales | None, same_device: Tensor
 ) -> None:
-    """Check rows [.., kv_heads, size] on the host.  Their dtype: FP8 if there are scales, else that of `same_device`.
+    """Check rows [.., kv_heads, size] on the host.  With scales, the rows must be FP8; else they must have the dtype of
+    `same_device`.
     name: the name of the rows in errors.  Raises EspalierError."""
     require(name, rows, shape, same_device.dtype if scales is None else FP8, same_device)
     if scales is not None:
