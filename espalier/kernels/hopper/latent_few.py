@@ -67,7 +67,8 @@ def _attend_work_item(
     q_shared, weight_shared, stages, blocks_done, plan, blocks, ancestor_bits_ptr, scale,
     CONSTANTS: gl.constexpr, SCORE_LAYOUT: gl.constexpr,
 ):
-    """Attend to one work item.  Returns (left half of out [OUT_SIZE, 16], right half, max_score, sum_weights)."""
+    """Attend to one work item.  Returns (left half of out [OUT_SIZE, 16], right half, max_score, sum_weights).
+    weight_shared: a buffer in shared memory for a block's softmax weights."""
     HALF: gl.constexpr = CONSTANTS.OUT_SIZE
     BLOCK_N: gl.constexpr = CONSTANTS.BLOCK_N
     COLUMNS: gl.constexpr = q_shared[0].shape[0]

@@ -204,7 +204,7 @@ def _down_kernel(
 ):  # fmt: skip
     """Write weight · (x · wᵀ + bias [E, num_out]) to out [K + NUM_PIECES, N, num_out], and 0 for rows without experts.
 
-    x: [(K + NUM_PIECES) · N, num_in], in order of place.  EVEN_IN, CODE: as in _gated_kernel.
+    num_rows: N.  x: [(K + NUM_PIECES) · N, num_in], in order of place.  EVEN_IN, CODE: as in _gated_kernel.
     shared: [num_out, NUM_PIECES · num_in].  The routing weight of shared pieces is 1.
     PREFETCHED_LINES: L2 lines of each weight row's codes that are prefetched before the wait, a power of two."""
     pdl_trigger(USE_PDL)

@@ -67,8 +67,7 @@ def _barrier(memory_ptr, stop_ptr, rank, program, flag_value, WORLD_SIZE: tl.con
     """Wait until the programs with this index on all ranks have set their flags to at least `flag_value`.
 
     After that, this program can read their earlier writes.  NUM_THREADS: threads of the program.  For each rank, one
-    thread sets a flag on that rank and waits for a flag from that rank.
-    """
+    thread sets a flag on that rank and waits for a flag from that rank."""
     tl.debug_barrier()
     peer = tl.arange(0, NUM_THREADS)
     is_rank = peer < WORLD_SIZE
@@ -166,7 +165,7 @@ def _all_reduce_kernel(
 
 
 def all_reduce_rows(memory: PeerMemory, parts: Tensor, dtype: torch.dtype, two_shot: bool) -> Tensor:
-    """Returns [rows, H]: the sum over the ranks of parts [rows, H] or [splits, rows, H]."""
+    """Returns [rows, H] in `dtype`: the sum over the ranks of parts [rows, H], or of partial sums [splits, rows, H]."""
     out = parts.new_empty(parts.shape[-2:], dtype=dtype)
     _launch_all_reduce(memory, parts, out, two_shot)
     return out

@@ -53,8 +53,7 @@ class RestartedStepStore(Store):
     """A key-value store of PyTorch for one rendezvous.  Its keys number the steps of the rendezvous from 0.
 
     PyTorch counts steps over all rendezvous of a process.  Without this class, a process that had a rendezvous before
-    and a new process would use different keys.
-    """
+    and a new process would use different keys."""
 
     def __init__(self, store: Store) -> None:
         super().__init__()
@@ -82,7 +81,8 @@ def map_peer_memory(
     """Map the peer memory of all ranks.  Every rank calls this function, with one shared store and one unused name.
 
     After the call, this rank's flags are zero.  Flags of other ranks may not be zero yet, so ranks must synchronise
-    before kernels use flags.  Raises RuntimeError if the GPUs cannot reach one another, and PyTorch's own errors.
+    before kernels use flags.  max_bytes: the most bytes of a sum.  Raises RuntimeError if the GPUs cannot reach one
+    another, and PyTorch's own errors.
     """
     from torch.distributed._symmetric_memory import _SymmetricMemory
 
@@ -113,8 +113,7 @@ def register_process_group(name: str, store: Store, rank: int, num_ranks: int) -
     """Register the ranks of a rendezvous with PyTorch, under this name.  Returns the process group.
 
     Newer versions of PyTorch read the ranks from the process group, which the caller must keep alive.  Older versions
-    read the ranks from a table.
-    """
+    read the ranks from a table."""
     from torch._C._distributed_c10d import _register_process_group
     from torch.distributed._symmetric_memory import _SymmetricMemory
 
@@ -175,11 +174,10 @@ class PeerCollectives:
 
 
 def uses_two_shot(parts: Tensor, dtype: torch.dtype, num_ranks: int) -> bool:
-    """Returns whether `num_ranks` ranks sum parts [rows, H] or [splits, rows, H] two-shot.
+    """Returns whether `num_ranks` ranks sum parts [rows, H] or [splits, rows, H] two-shot.  dtype: of the sum.
 
     One-shot, a rank reads all values of every other rank.  Two-shot, a rank reads a share of these values, and then the
-    sums.  Two-shot reads fewer bytes, but needs one more barrier.
-    """
+    sums.  Two-shot reads fewer bytes, but needs one more barrier."""
     rows, size = parts.shape[-2:]
     saved_share = (num_ranks - 1) * (1 - 2 / num_ranks)
     return rows * size * dtype.itemsize * saved_share > BARRIER_COST_BYTES
@@ -191,8 +189,7 @@ def connect_gpus(
     """Connect to the other ranks.  rendezvous_file, device: see NcclCollectives.
     peer_bytes: the most bytes of a sum in peer memory; 0: MAX_PEER_BYTES, or MAX_PEER_BYTES_OF_TWO_RANKS.
 
-    If a rank cannot map the memory of the others, NCCL does all collectives, and the log says so.
-    """
+    If a rank cannot map the memory of the others, NCCL does all collectives, and the log says so."""
     from espalier.shards.nccl import NcclCollectives
 
     nccl = NcclCollectives(rendezvous_file, rank, num_ranks, device)

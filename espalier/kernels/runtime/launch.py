@@ -54,8 +54,7 @@ class Chip:
     """The properties of a GPU on which launch parameters depend.
 
     shared_memory: bytes that one thread block may use.  processors: number of SMs.  capability: compute capability,
-    (9, 0) for Hopper.
-    """
+    (9, 0) for Hopper."""
 
     shared_memory: int
     processors: int
@@ -97,8 +96,7 @@ def choose_split_size(size: int, rows: int, gpu: Chip, min_size: int, max_size: 
     """Returns how many of `size` columns a program takes (a split): `min_size` times a power of two.
 
     With few rows, splits are small, so that there are enough programs to fill the chip.  With many rows, splits are
-    larger, up to `max_size`, because starting a program takes time.
-    """
+    larger, up to `max_size`, because starting a program takes time."""
     while min_size < min(max_size, size) and is_oversubscribed(rows * -(-size // min_size), gpu):
         min_size *= 2
     return min_size
@@ -108,8 +106,7 @@ def require(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtyp
     """Check a launcher's tensor argument on the host: its shape (-1: any size), its dtype (None: any), and that it is
     on the device of `same_device`.
 
-    name: the argument's name in the error text.  Raises EspalierError with the required and the actual properties.
-    """
+    name: the argument's name in the error text.  Raises EspalierError with the required and the actual properties."""
     size = tensor.shape
     # A prefill pass calls this function hundreds of times, so equal shapes are compared in one step.
     fits = size == shape or (len(size) == len(shape) and all(n in (-1, m) for n, m in zip(shape, size, strict=True)))

@@ -33,7 +33,7 @@ class Op(Protocol[P, R]):
 def op(
     module: str, tensor: str | None = None, condition: Callable[..., bool] | None = None
 ) -> Callable[[Callable[P, R]], Op[P, R]]:
-    """Decorate a reference.  Its launcher is the function in `module` with the same name and signature.
+    """Decorate a reference.  The launcher is the function in `module` with the reference's name and signature.
 
     tensor: a Python expression of the parameters, which gives a tensor; None: the first parameter.  The launcher runs
     if this tensor is on a GPU.  condition: given instead of `tensor`, a function of some of the parameters.  The

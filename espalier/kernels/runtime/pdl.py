@@ -42,12 +42,14 @@ def prefetch(pointers):
 
 @kernel
 def pdl_trigger(USE_PDL: tl.constexpr):
+    """Let the next kernel start."""
     if USE_PDL:
         tl.extra.cuda.gdc_launch_dependents()
 
 
 @kernel
 def pdl_wait(USE_PDL: tl.constexpr):
+    """Wait until the previous kernel has ended."""
     if USE_PDL:
         tl.extra.cuda.gdc_wait()
 

@@ -65,7 +65,7 @@ def _unpack_tie_break(tie_break):
 def _path_key(parent_score, logp):
     """Returns the integer key of a path's score; if there is no path, a key below the key of -inf.
 
-    parent_score: the score of the path's parent.  It is not -0.0, so the sum is not -0.0 either."""
+    parent_score: the score of the path's parent.  parent_score is not -0.0, so the sum is not -0.0."""
     score = parent_score + logp
     # The comparison is also False for NaN.
     return tl.where(score > float("-inf"), float_to_key(score), -2147483648)
