@@ -30,7 +30,7 @@ BACKENDS: dict[str, type[AttentionBackend]] = {
         TrtllmBackend,
     )
 }
-# Separates the backends' names in one string, if the groups of a model's layers have different backends.
+# Separates backend names in one string, for a model whose groups of layers have different backends.
 NAME_SEPARATOR = ", "
 
 
@@ -44,8 +44,7 @@ def backend(name: str) -> AttentionBackend:
 def default_backend(device: str, dtype: torch.dtype | None = None, cache_spec: CacheSpec | None = None) -> str:
     """Return the name that "auto" means: the first backend that supports the device, the dtype and `cache_spec`.
 
-    If no backend supports all three, "auto" means the first backend that supports the device.
-    """
+    If no backend supports all three, "auto" means the first backend that supports the device."""
     installed = [backend_class.support for backend_class in BACKENDS.values() if backend_class.support.is_installed]
     on_device = [support for support in installed if device in support.devices]
     suitable = [
@@ -59,10 +58,11 @@ def default_backend(device: str, dtype: torch.dtype | None = None, cache_spec: C
 def choose_backends(
     configured: str | None, device: str, dtype: torch.dtype, specs: Sequence[LayerSpec], layers: Sequence[int]
 ) -> str:
-    """Return the name of the backend of `layers`.  If the groups of these layers (group_layers) need different
-    backends, return the backend's name of each group, joined with NAME_SEPARATOR.
+    """Return the name of the backend of `layers`.  Layers with the same cache_spec form a group (group_layers).  If the
+    groups need different backends, return one name per group, joined with NAME_SEPARATOR.
 
-    configured: the name that the user set; None for "auto".  Layers that keep a state need no backend.
+    configured: the name that the user set; None for "auto".  layers: indices in `specs`.  Layers that keep a recurrent
+    state instead of rows need no backend.
     """
     groups = group_layers(specs, layers_with_rows(specs, layers)) or (None,)
     names = [configured or default_backend(device, dtype, cache_spec) for cache_spec in groups]
@@ -81,7 +81,9 @@ def grouped_backend(
 ) -> GroupedBackend:
     """Create the backends of `layers`.  Raises EspalierError if a backend cannot run its layers.
 
-    names: the result of choose_backends.  lacks_first_rows, exact_lengths: see Support.require.
+    names: the result of choose_backends.  layers: indices in `specs`.  lacks_first_rows: whether the first rows of
+    every request are missing (Prefix.first_position).  exact_lengths: whether the host knows exact lengths in every
+    launch.
     """
     groups = group_layers(specs, layers_with_rows(specs, layers))
     group_names = names.split(NAME_SEPARATOR)

@@ -1,9 +1,10 @@
 """The contract of attention backends.
 
-Every forward pass of a target or a draft has queries [B, Q].  The queries attend to committed rows, which are in pages,
-and to staged rows [B, R] (cache/kv.py).  A backend must implement attention over the committed rows, and return its
-log-sum-exp.  Shared code computes attention over the staged rows (kernels/ops/attention.py:staged_attention) and merges
-the two results.  A backend's plan may override `attend`, to do both itself.
+Every forward pass of a target or a draft has queries [B, Q].  The queries attend to committed rows (K and V of earlier
+tokens, in pages) and to staged rows [B, R] (K and V that this pass writes to a staging buffer, cache/kv.py).  A backend
+must implement attention over the committed rows, and return its log-sum-exp.  Shared code computes attention over the
+staged rows (kernels/ops/attention.py:staged_attention) and merges the two results.  A backend may override
+AttentionPlan.attend, to attend to all rows in its own kernel.
 """
 
 from collections.abc import Sequence
@@ -25,10 +26,10 @@ from espalier.kernels.state.kv_scales import KVScales
 
 @dataclass(frozen=True)
 class CommittedLengths:
-    """The numbers of committed rows of a launch's requests, as far as the host knows them.
+    """The numbers of committed rows of a launch's requests (of a prefill pass or a round), as far as the host knows.
     max_lengths: an upper bound for each request (in a prefill pass, for each piece), in batch order; 0 for padding.
-    exact: whether the bounds are the lengths, as in rounds without overlap.  The capture of a CUDA graph sets True only
-    if the bounds are exact in every replay.
+    exact: whether each bound equals the true length.  This is so in rounds without overlap.  The capture of a CUDA
+    graph sets True only if the bounds are exact in every replay.
     in_graph: whether the launch captures a CUDA graph, replays it, or is the eager run before the capture.
     """
 
@@ -66,7 +67,11 @@ def narrow_selection(selection: Selection, kept_rows: Tensor) -> Selection:
 
 @dataclass(eq=False)
 class AttentionPlan:
-    """Computes the attention of one pass.  Subclasses implement attend_prefix, and may override attend."""
+    """Computes the attention of one pass.  Subclasses implement attend_prefix, and may override attend.
+
+    pages: K and V of all layers.  specs: one LayerSpec per layer.  prefix: the committed rows of each request.
+    nodes: the queries and the staged rows of the pass.
+    """
 
     pages: PagedKV
     specs: Sequence[LayerSpec]
@@ -96,14 +101,13 @@ class AttentionPlan:
         return merge_results(self.attend_prefix(q, layer), over_staged, sink)
 
     def attend_committed(self, layer: int, q: Tensor) -> Tensor:
-        """Computes attention over the committed rows alone.  Returns zeros for an empty prefix."""
+        """Computes attention over only the committed rows.  Returns zeros for an empty prefix."""
         return self.attend_prefix(q, layer)[0]
 
     def select(self, layer: int, queries: IndexerQueries, keys: Tensor) -> Selection | None:
         """Returns the rows that each query attends to, at most the layer's topk; None for all visible rows.
 
-        queries: [B, Q, ...]; keys: [B, R, 1, size], the index keys of the staged rows.
-        """
+        queries: [B, Q, ...]; keys: [B, R, 1, size], the index keys of the staged rows."""
         raise EspalierError("this attention backend does not attend to chosen rows; use another one")
 
     def select_by_mask(
@@ -128,7 +132,7 @@ class AttentionPlan:
         splits: KVSplits,
         sink: Tensor | None = None,
     ) -> AttentionInputs:
-        """Returns the inputs of our attention kernels for a layer.  staged: K and V of the staged rows, or None."""
+        """Returns the arguments of our attention kernels for a layer.  staged: K and V of the staged rows, or None."""
         spec, pages, page_size = self.specs[layer], self.committed_kv(layer), self.pages.page_size
         first_fields = (q, pages, page_size, prefix, self.nodes, splits, spec.softmax_scale, staged)
         return AttentionInputs(*first_fields, spec.window, sink, spec.softcap, self.kv_scales(layer))

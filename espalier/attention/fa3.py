@@ -1,8 +1,8 @@
-"""FlashAttention-3: Hopper, K and V heads and latent rows.
+"""The FlashAttention-3 backend, for Hopper.  It supports layers with K and V heads, and layers with latent rows (MLA).
 
 The kernels are in the FlashAttention-3 package and in the sglang-kernel wheel.  Both have the same function.  The
 kernels read page tables and lengths on the device, and split long requests among programs there.  The largest number of
-splits depends on shapes only, so the host plans nothing.  The log-sum-exp is in natural log.
+splits depends on shapes only, so the host makes no plan.  The log-sum-exp is in natural log.
 
 With pages of 64 rows or more, the kernels also read rows after the end of a request and multiply them by zero.  These
 rows must be finite, because 0 · NaN is NaN.  So the engine clears the pages of a request whose logits were not finite
@@ -29,10 +29,10 @@ MIN_VALUES_WITHOUT_SPLITS = 2**23
 def flash_attn_with_kvcache() -> Callable[..., tuple[Tensor, ...]]:
     """Return the attention function of FlashAttention-3.  The first call imports the library."""
     assert SUPPORT.library is not None and SUPPORT.library.installed_module is not None
-    function: Callable[..., tuple[Tensor, ...]] = import_module(
+    attention_function: Callable[..., tuple[Tensor, ...]] = import_module(
         SUPPORT.library.installed_module
     ).flash_attn_with_kvcache
-    return function
+    return attention_function
 
 
 class FA3Attention(LibraryAttention):

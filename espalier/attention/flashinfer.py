@@ -1,15 +1,15 @@
-"""FlashInfer: K and V heads (its FA2 and FA3 kernels) and latent rows.
+"""The FlashInfer backend.  K and V heads run in the library's FA2 and FA3 kernels, latent rows in its MLA kernel.
 
-A wrapper is an object of the library that runs one shape of pass.  It holds a plan, which the host computes: how the
-work is divided among programs.  In the library's code (0.6.7), these plans need exact lengths:
+A wrapper is an object of the library that runs passes of one shape.  A wrapper holds a plan: how the work is divided
+among programs.  The host computes the plan.  In the library's code (0.6.7), these plans need exact lengths:
 
 - FA2 with splits.  The attention kernel computes a request's number of splits from the length on the device, but the
   merge of the splits takes the number from the plan.  Without splits, an FA2 plan is correct for any lengths.
 - FA3 and MLA.  Their kernels read lengths from the plan only.
 
 Therefore rounds run on FA2.  Without overlap, rounds split the KV rows, and the host plans again before each replay of
-the graph.  With overlap, rounds have no splits, and latent rows are refused.  Long passes have exact lengths, so they
-run on FA3 if the device supports it.
+the graph.  With overlap, rounds have no splits, and latent rows are refused.  Long passes (prefill) have exact lengths,
+so they run on FA3 if the device supports FA3.
 """
 
 from collections.abc import Sequence
@@ -41,11 +41,13 @@ MAX_EAGER_PLANS = 12
 @dataclass(frozen=True)
 class PassShape:
     """The properties of a pass for which a plan is made.
-    num_skipped_pages: the number of each request's first pages to which our kernels attend instead of the library.
-    pages_per_request: the columns of tail_prefix's page table.  num_programs: how many programs fill the device."""
+    batch: the number of requests.  num_queries: the number of queries of each request.  num_skipped_pages: how many
+    first pages of each request our kernels attend to instead of the library.  pages_per_request: the columns of the
+    page table after these pages.
+    num_programs: how many programs fill the device."""
 
     batch: int
-    queries: int
+    num_queries: int
     spec: LayerSpec
     num_skipped_pages: int
     pages_per_request: int
@@ -57,7 +59,7 @@ class PassShape:
 
     @property
     def uses_fa3(self) -> bool:
-        return self.is_hopper and self.exact_lengths and self.queries >= MIN_FA3_QUERIES
+        return self.is_hopper and self.exact_lengths and self.num_queries >= MIN_FA3_QUERIES
 
     @property
     def is_split(self) -> bool:
@@ -68,9 +70,9 @@ class PassShape:
         """Bytes of the splits' partial results, as the library's planner computes them for a CUDA graph."""
         kv_heads, v_size = self.spec.cache_spec.kv_heads, self.spec.cache_spec.v_size
         heads_per_kv_head = self.spec.heads // kv_heads
-        packed_rows = (self.batch * (self.queries - 1) + 1) * heads_per_kv_head
+        packed_rows = (self.batch * (self.num_queries - 1) + 1) * heads_per_kv_head
         tile = 16 if packed_rows <= 16 else 64 if packed_rows <= 64 or v_size >= 256 else 128
-        num_tiles = -(-self.batch * self.queries * heads_per_kv_head // tile) + self.batch - 1
+        num_tiles = -(-self.batch * self.num_queries * heads_per_kv_head // tile) + self.batch - 1
         return self.spec.heads * max(self.num_programs // kv_heads, num_tiles) * tile * (v_size + 1) * 4
 
 
@@ -79,8 +81,8 @@ class WrapperPlan:
 
     Every launch writes page_starts, pages and last_page_rows.
     query_starts: [B + 1] on the host, the index of each request's first query.  page_starts: [B + 1], the index of each
-    request's first page in `pages` [B · width].  last_page_rows: [B], the number of rows in each request's last page;
-    for latent rows, the number of all rows of the request.
+    request's first page in `pages` [B · pages_per_request].  last_page_rows: [B], the number of rows in each request's
+    last page; for latent rows, the number of all rows of the request.
     """
 
     def __init__(self, shape: PassShape, workspace: Tensor):
@@ -88,7 +90,7 @@ class WrapperPlan:
         sizes = shape.batch + 1, shape.batch * shape.pages_per_request, shape.batch
         zeros = (torch.zeros(n, dtype=torch.int32, device=device) for n in sizes)
         self.page_starts, self.pages, self.last_page_rows = zeros
-        self.query_starts = torch.arange(shape.batch + 1, dtype=torch.int32) * shape.queries
+        self.query_starts = torch.arange(shape.batch + 1, dtype=torch.int32) * shape.num_queries
         # The library copies a plan to the device from pinned memory, which the host may overwrite only after the copy.
         self.copy_event = torch.cuda.Event() if device.type == "cuda" else None
         self.lengths: CommittedLengths | None = None
@@ -165,8 +167,7 @@ class WrapperPlan:
     def run(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Computes attention.  Returns out and the log-sum-exps in base 2.
 
-        q: [B · Q, heads, k_size]; k, v: [pages, page_size, kv_heads, size].
-        """
+        q: [B · Q, heads, k_size]; k, v: [pages, page_size, kv_heads, size]."""
         out = q.new_empty(*q.shape[:2], v.shape[3])
         return out, self.wrapper.run(q, (k, v), out=out, return_lse=True)[1]
 
@@ -202,7 +203,7 @@ class FlashInferAttention(LibraryAttention):
         spec, (batch, width) = self.specs[layer], self.tail_prefix.page_table.shape
         page_fields = self.num_skipped_pages, width, self.pages.page_size, self.pages.dtype
         device_fields = self.backend.lengths.exact, *device_properties(q.device)
-        plan = self.backend.plan_of(PassShape(batch, q.shape[1], spec, *page_fields, *device_fields), q.device)
+        plan = self.backend.plan_for_shape(PassShape(batch, q.shape[1], spec, *page_fields, *device_fields), q.device)
         plan.write_pages(self.tail_prefix)
         out, lse = plan.run(q.flatten(0, 1), *self.paged_rows(layer))
         return out.view(*q.shape[:3], -1), lse.view(q.shape[:3]) * LN_2
@@ -242,9 +243,9 @@ class FlashInferBackend(AttentionBackend):
     def plan(self, pages: PagedKV, specs: Sequence[LayerSpec], prefix: Prefix, nodes: Nodes) -> FlashInferAttention:
         return FlashInferAttention(self, pages, specs, prefix, nodes)
 
-    def plan_of(self, shape: PassShape, device: torch.device) -> WrapperPlan:
-        """Returns the plan of this shape for the lengths that `prepare` got last.  The plans of a CUDA graph are
-        created in the eager run before the capture."""
+    def plan_for_shape(self, shape: PassShape, device: torch.device) -> WrapperPlan:
+        """Returns the plan of this shape, for the lengths that `prepare` stored.  A CUDA graph's plans are created in
+        the eager run before its capture."""
         assert len(self.lengths.max_lengths) == shape.batch, "a launch of other requests than were announced"
         plans = self.captured_plans.setdefault(shape.batch, {}) if self.lengths.in_graph else self.eager_plans
         if shape not in plans:
@@ -264,7 +265,7 @@ class FlashInferBackend(AttentionBackend):
 
 
 def device_properties(device: torch.device) -> tuple[int, bool]:
-    """Returns (the number of programs that fill the device: two per multiprocessor, whether the device has FA3)."""
+    """Returns (programs that fill the device: two per multiprocessor; whether the device supports FA3)."""
     properties = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     return (264, True) if properties is None else (2 * properties.multi_processor_count, properties.major == 9)
 

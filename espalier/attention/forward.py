@@ -22,7 +22,7 @@ from espalier.kernels.ops.tree import gather_rows
 
 
 class Rope(Hashable, Protocol):
-    """The tables of cos and sin of a RoPE (espalier/models/rope.py)."""
+    """One RoPE of a model, with its tables of cos and sin (espalier/models/rope.py)."""
 
     def rows(self, positions: Tensor) -> Rotation:
         """Returns cos and sin for the flattened positions."""
@@ -33,8 +33,7 @@ class Rope(Hashable, Protocol):
 class ModelCache:
     """The buffers in which the layers of one model keep rows, and the attention backends of these layers.
     specs: the specs of the target's layers, then of the draft's layers.
-    layers: the indices in `specs` of this model's layers.  states: None for a model whose layers keep no states.
-    """
+    layers: the indices in `specs` of this model's layers.  states: None for a model whose layers keep no states."""
 
     specs: Sequence[LayerSpec]
     layers: range
@@ -69,8 +68,8 @@ class ModelCache:
         layers: the layers that run; by default all layers of this model.
         page_rows: [B · Q], the page rows to which the new rows are copied, 0 for padding; None to copy no rows.
         commits_by_layer: whether each layer copies its rows to the pages before it attends, instead of `Pass.commit`.
-        Needed if a request has several pieces, because a later piece reads the rows of the earlier pieces from the
-        pages; and for a draft with several modules, because a pass fills the rows of only one module.
+        Needed in two cases.  If a request has several pieces of its prompt in the pass, a later piece reads the rows of
+        earlier pieces from the pages.  In a draft with several modules, a pass fills the rows of only one module.
         needed_row: [B] int64, see Pass.
         state_access: the recurrent states that the layers read; None if no layer of the pass keeps a state.
         chosen_rows: the rows that run; None to run all B · Q rows.
@@ -95,7 +94,7 @@ class ModelCache:
 
     @property
     def snapshot_rows(self) -> range | None:
-        """The rows of the state tables that hold snapshots; None for a model without states."""
+        """The rows of the state tables for snapshots (copies of recurrent states); None for a model without states."""
         return None if self.states is None else self.states.snapshot_rows
 
     def before_launch(self, cleared_pages: Sequence[int], state_copies: Sequence[tuple[int, int]]) -> None:
@@ -150,12 +149,15 @@ class ChosenRows:
 
 @dataclass(eq=False)
 class Pass:
-    """One forward pass of a model.  `ModelCache.begin_pass` makes it, and describes the fields that are missing here.
+    """One forward pass of a model.  `ModelCache.begin_pass` makes the pass, and describes the fields that are missing
+    here.  staged_width: the argument `width` of begin_pass.
     tokens: [B, Q] int64.  A negative token marks a void node or padding.  Such a row runs with the token of its
     request's first row, or with token 0 if that token is negative too, and uses no expert.
     positions: [B, Q] int64, for RoPE.
-    needed_row: [B] int64, the row of each request whose output is read; None for all rows.  The last layer writes all
-    rows, but computes the output of the needed rows only.
+    page_rows: [B · Q], the page rows to which the new rows are copied; None: no copy.  commits_by_layer: whether each
+    layer copies its rows before it attends.  state_access: the recurrent states that layers read, or None.  needed_row:
+    [B] int64, the row of each request whose output is read; None for all rows.  The last layer writes all rows, but
+    computes the output of the needed rows only.
     chosen_rows: the rows that run; None for all rows.  If set, tokens, positions and tensors of layers are [1, R, ...].
     """
 
@@ -176,7 +178,7 @@ class Pass:
     def __post_init__(self) -> None:
         self._values_at_positions: dict[Hashable, Any] = {}
         self._plans: dict[tuple[int, int], AttentionPlan] = {}
-        # The index queries of a layer between its `write` and its `attend`, and the rows that an indexer chose last.
+        # The index queries of a layer, kept from its `write` until its `attend`, and the last indexer's choice.
         self._index_queries: IndexerQueries | None = None
         self._selection: Selection | None = None
 
@@ -188,9 +190,10 @@ class Pass:
         values: the last arguments of the layer's `cache_spec.write`, or of PassStates.write if it keeps a state.
         index: the index queries and keys of a layer with an indexer.  The queries choose the rows for this layer, and
         for later layers that attend to chosen rows without an indexer of their own.
-        Returns the queries of the rows that the layer computes: [B, Q, heads, k_size], or [B, 1, ...] with
-        `needed_row`.  A layer that keeps a state gets the queries of all rows.  A layer with only a convolution gets
-        the convolution's output of the rows that it computes, [B, Q, channels] or [B, 1, channels].
+        Returns the queries of the rows whose output the layer computes: [B, Q, heads, k_size], or [B, 1, ...] with
+        `needed_row`.  For a layer that keeps a state, returns the queries of all rows.  For a layer with only a
+        convolution, returns the convolution's output at the rows that the layer computes, [B, Q, channels] or [B, 1,
+        channels].
         """
         spec_index, pages, staging = self.layers[layer], self.cache.pages, self.cache.staging
         spec = self.cache.specs[spec_index]
@@ -199,7 +202,7 @@ class Pass:
             # Without gates, q is the convolution's output.
             return q if values[1] is not None else self._select_kept_rows(layer, q)
         shares = spec.shares_with is not None
-        # A layer that shares rows writes no heads.
+        # A layer that reads another layer's rows writes no K and V heads, so its planes have 0 heads.
         planes = tuple(plane[:, :0] for plane in pages.layers[spec_index]) if shares else staging.layers[spec_index]
         q = spec.row_spec.write(self.rows, planes, pages.scales.get(spec_index), *values)
         if index is not None:
@@ -286,7 +289,7 @@ class Pass:
 
     @cached_property
     def rows(self) -> Tensor:
-        """[B · Q]: the staging rows of this pass, the same for all layers."""
+        """The indices [B · Q] of this pass's rows in the staging buffers, equal for all layers."""
         if self.chosen_rows is not None:
             return self.chosen_rows.pass_rows
         return self.cache.staging.staging_rows(self.tokens, self.staged_width, self.first_staged)

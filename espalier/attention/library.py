@@ -1,9 +1,9 @@
-"""The common part of backends that call a library.  Our own kernels attend to the rows that a library does not support.
+"""The common part of backends that call a library.  Our own kernels attend to the rows that the library cannot.
 
-A library attends to all rows of a request, from the start of a page on.  But a draft may have no rows below
-Prefix.first_position.  So our kernels attend to the first pages, which lack rows, and the library to the later pages.
-In layers with a sliding window, only our kernels attend: in a tree, the window of a node depends on the node's depth,
-and no library has an argument for depths.
+A library attends to all rows of a request's pages.  But a draft may have no rows below Prefix.first_position.  So our
+kernels attend to the first pages, which lack rows, and the library to the later pages.  In layers with a sliding
+window, only our kernels attend: in a tree, the window of a node depends on the node's depth, and no library has an
+argument for depths.
 """
 
 from collections.abc import Sequence
@@ -39,8 +39,7 @@ library_support = partial(
 class LibraryAttention(AttentionPlan):
     """An attention plan that calls a library, and our kernels where needed.  Subclasses implement attend_by_library.
 
-    tail_prefix: the part of the prefix to which the library attends.
-    """
+    tail_prefix: the part of the prefix to which the library attends."""
 
     def __init__(self, pages: PagedKV, specs: Sequence[LayerSpec], prefix: Prefix, nodes: Nodes):
         super().__init__(pages, specs, prefix, nodes)
@@ -91,7 +90,7 @@ class LibraryAttention(AttentionPlan):
         return Prefix(page_table, length, self.prefix.first_position)
 
     def _our_plan(self, prefix_part: str) -> AttentionPlan:
-        """Returns our kernels' plan for "all" of the prefix, or for its "head": the pages before `tail_prefix`."""
+        """Returns our kernels' plan.  prefix_part: "all" is the whole prefix, "head" the pages before tail_prefix."""
         if prefix_part not in self.our_plans:
             prefix = self.prefix.get_or_make("head", self._make_head_prefix) if prefix_part == "head" else self.prefix
             our_plans = TritonAttention if prefix.length.is_cuda else ReferenceAttention

@@ -41,7 +41,7 @@ class ReferenceAttention(AttentionPlan):
         return masked_attention(q, k, v, mask, spec.softmax_scale, self.kv_scales(layer), spec.softcap)
 
     def _position_rows(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns [B, P] each: all positions of the page tables, whether a row exists there, and the page rows."""
+        """Returns three tensors [B, P]: all positions of the page tables, whether a row exists there, its page row."""
         return self.prefix.get_or_make("position rows", self._find_position_rows)
 
     def _find_position_rows(self) -> tuple[Tensor, Tensor, Tensor]:

@@ -23,9 +23,10 @@ from espalier.kernels.state.kv_scales import times_k_scale, times_v_scale
 @dataclass
 class CommittedRows:
     """The committed rows of a prefix.  All passes over the prefix share this object.  P: max_committed_rows.
-    positions: [B, P].  exists: [B, P], whether a row exists at the position.  page_rows: [B, P], the row's index.
-    last_gathered: (the layer that was gathered last, its planes [B, P + R, heads, size]), so that a draft with one
-    layer gathers the P committed rows once for all levels of a tree.  The last R rows are the staged rows of one pass.
+    positions: [B, P].  exists: [B, P], whether a row exists at the position.  page_rows: [B, P], the index in pages.
+    last_gathered: (the layer that was gathered last, its K and V [B, P + R, heads, size]).  The first P rows are the
+    committed rows, the last R rows are the staged rows of one pass.  So a draft with one layer gathers the committed
+    rows only once for all levels of a tree.
     padded_page_rows: for each R, [B · (P + R)]: the P page rows of each request, then R times the dummy row.
     """
 
@@ -36,7 +37,8 @@ class CommittedRows:
     padded_page_rows: dict[int, Tensor] = field(default_factory=dict)
 
     def gather_with(self, staged: Sequence[Tensor], layer: int, planes: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Returns each plane's committed rows, then `staged` [B, R, heads, size], together [B, P + R, heads, size]."""
+        """Returns, for each plane (K, V), the committed rows, then `staged` [B, R, heads, size]: [B, P + R, heads,
+        size]."""
         batch, max_committed_rows = self.page_rows.shape
         if self.last_gathered is not None and self.last_gathered[0] == layer:
             committed = (plane[:, :max_committed_rows] for plane in self.last_gathered[1])
@@ -144,8 +146,7 @@ def _additive_mask(is_visible: Tensor, group_size: int, dtype: torch.dtype) -> T
 def _softcap_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, softcap: float) -> Tensor:
     """Returns SDPA of q [B, kv_heads, N, size] over k, v [B, R, kv_heads, size], with logits limited to ±softcap.
 
-    PyTorch's function has no soft cap.
-    """
+    PyTorch's function has no soft cap."""
     exact = torch.promote_types(q.dtype, torch.float32)
     logits = apply_softcap(q.to(exact) @ k.to(exact).permute(0, 2, 3, 1) * scale, softcap)
     return ((logits + bias).softmax(-1) @ v.to(exact).transpose(1, 2)).to(q.dtype)
@@ -171,7 +172,7 @@ class SdpaBackend(AttentionBackend):
         self.max_committed_rows: int | None = None
 
     def prepare(self, lengths: CommittedLengths) -> None:
-        """Stores the largest number of committed rows of a request.  The plans gather only so many rows."""
+        """Stores the largest number of committed rows of a request.  The plans gather only this number of rows."""
         self.max_committed_rows = lengths.max_length
 
     def plan(self, pages: PagedKV, specs: Sequence[LayerSpec], prefix: Prefix, nodes: Nodes) -> SdpaAttention:

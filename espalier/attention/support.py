@@ -46,12 +46,13 @@ class Support:
     cache_specs: the classes of LayerSpec.cache_spec that layers may have.
     any_v_size: whether V heads may have another size than K heads.  head_sizes: sizes of K and V; None for any size.
     latent_page_sizes: the page sizes for layers with latent rows; None if page_sizes also applies to these layers.
-    latent_rows: the supported latent rows.  If empty, max_latent is the largest latent row; if max_latent is None too,
-    head_sizes applies.
-    Fields of type Provider name the code that implements a feature.  window_on_chain, window_on_tree: sliding windows
-    over chains and over trees.  lacks_first_rows: prefixes without rows below Prefix.first_position.  sinks: see
-    AttentionPlan.attend.  fp8: FP8 rows (kv_dtype).  softcap: soft caps of logits.  selection: attention to chosen rows
-    (LayerSpec.topk).  max_topk, max_index_size: the largest topk and size of an index key; None for no limit.
+    latent_rows: the supported sizes of latent rows.  If latent_rows is empty, max_latent is the largest supported size.
+    If max_latent is None too, head_sizes applies to latent rows.
+    Each field of type Provider names the code that implements a feature.  window_on_chain, window_on_tree: sliding
+    windows over chains and over trees.  lacks_first_rows: prefixes without rows below Prefix.first_position.  sinks:
+    see AttentionPlan.attend.  fp8: K and V in FP8 (kv_dtype).  softcap: soft caps of logits.  selection: attention to
+    chosen rows (LayerSpec.topk).  max_topk, max_index_size: the largest topk and size of an index key; None for no
+    limit.
     needs_exact_lengths: the cache specs of layers for which `prepare` must get exact lengths.
     prefill_graph: whether CUDA graphs capture prefill passes.  compute_majors: major compute capabilities; None: any.
     tested_on: hardware on which the backend's tests have passed.
@@ -132,6 +133,7 @@ class Support:
         return not self._unsupported_sizes(cache_spec) and (cache_spec.dtype != FP8 or self.fp8 is not Provider.NOTHING)
 
     def _machine_refusals(self, device: str, dtype: torch.dtype, in_fp8: bool) -> Iterator["Refusal"]:
+        """Yield a Refusal for each property of the device and the dtypes.  in_fp8: whether K and V are in FP8."""
         yield device not in self.devices, f"device={device}", f"devices {', '.join(self.devices)}", "device"
         dtypes = ", ".join(map(dtype_name, self.dtypes))
         yield dtype not in self.dtypes, f"dtype={dtype_name(dtype)}", f"dtypes {dtypes}", "dtype"

@@ -1,8 +1,8 @@
 """The GPU backend: one kernel attends to committed and staged rows.
 
 The committed rows are split among programs.  The device computes the splits, so this module reads no lengths on the
-host.  All layers and passes over a Prefix share its splits.  With a window, splits are computed once for each pass.
-Layers with the same sizes share the buffers of partial results.
+host.  All layers and passes over one Prefix share the splits of this Prefix.  For layers with a window, splits are
+computed once for each pass.  Layers with the same sizes share the buffers of partial results.
 """
 
 from collections.abc import Callable, Sequence
@@ -93,12 +93,12 @@ class TritonAttention(AttentionPlan):
         if selected is None:
             return self._run_kernel(spec, self.kernel_inputs(layer, q, (k, v), self.prefix, self.splits(spec), sink))[0]
         assert isinstance(selected, SelectedRows)
-        policy = self._policy(spec)
+        policy = self._split_policy(spec)
         batch, queries, width = selected.rows.shape
         make = partial(self._prefixes_within_topk, spec, policy, k.shape[1])
         short_prefixes = self.prefix.get_or_make((spec.topk, k.shape[1], policy), make)
         inputs = self.kernel_inputs(layer, q, (k, v), *short_prefixes)
-        chosen_rows_policy = self._policy_of(spec, batch * queries, 1, width)
+        chosen_rows_policy = self._choose_split_policy(spec, batch * queries, 1, width)
         return _attend_chosen(partial(self._run_kernel, spec), inputs, selected, chosen_rows_policy)
 
     def _prefixes_within_topk(self, spec: LayerSpec, policy: KVSplitPolicy, num_staged: int) -> tuple[Prefix, KVSplits]:
@@ -115,32 +115,40 @@ class TritonAttention(AttentionPlan):
         if _is_wide_latent(spec):
             if inputs.sink is not None:
                 raise EspalierError("attention=triton has no sinks over wide latent rows; use attention=reference")
-            partial_results = None if splits.policy.max_splits == 1 else self._partials(splits, spec, queries)
+            partial_results = None if splits.policy.max_splits == 1 else self._result_buffers(splits, spec, queries)
             return latent_attention.triton(inputs, partial_results)
         contiguous = self._contiguous_blocks(spec, inputs) if spec.topk is None else None
-        return tree_attention.triton(inputs, self._partials(splits, spec, queries), num_contiguous_blocks=contiguous)
+        return tree_attention.triton(
+            inputs, self._result_buffers(splits, spec, queries), num_contiguous_blocks=contiguous
+        )
 
     def splits(self, spec: LayerSpec) -> KVSplits:
         """Returns the splits for layers with this spec.
 
-        Without a window, all passes over the prefix with the same policy share the splits.
-        """
-        key = self._policy(spec), spec.window
+        Without a window, all passes over the prefix with the same policy share the splits."""
+        key = self._split_policy(spec), spec.window
         if key not in self.splits_by_policy:
-            self.splits_by_policy[key] = self._splits(*key)
+            self.splits_by_policy[key] = self._compute_splits(*key)
         return self.splits_by_policy[key]
 
-    def _policy(self, spec: LayerSpec) -> KVSplitPolicy:
+    def _split_policy(self, spec: LayerSpec) -> KVSplitPolicy:
         (batch, queries), layout = self.nodes.positions.shape, self.pages.layout
-        return self._policy_of(spec, batch, queries, layout.tokens_in(layout.table_width))
+        return self._choose_split_policy(spec, batch, queries, layout.tokens_in(layout.table_width))
 
-    def _policy_of(self, spec: LayerSpec, batch: int, queries: int, max_rows: int) -> KVSplitPolicy:
+    def _choose_split_policy(self, spec: LayerSpec, batch: int, num_queries: int, max_rows: int) -> KVSplitPolicy:
+        """max_rows: the most committed rows of a request."""
         kv_heads = spec.cache_spec.kv_heads
         return KVSplitPolicy.choose(
-            batch, queries, kv_heads, spec.heads // kv_heads, max_rows, spec.cache_spec.v_size, _is_wide_latent(spec)
+            batch,
+            num_queries,
+            kv_heads,
+            spec.heads // kv_heads,
+            max_rows,
+            spec.cache_spec.v_size,
+            _is_wide_latent(spec),
         )
 
-    def _splits(self, policy: KVSplitPolicy, window: int | None) -> KVSplits:
+    def _compute_splits(self, policy: KVSplitPolicy, window: int | None) -> KVSplits:
         if window is None:
             make = partial(kv_splits.triton, self.prefix.length, self.prefix.first_position, policy)
             return self.prefix.get_or_make(policy, make)
@@ -159,10 +167,11 @@ class TritonAttention(AttentionPlan):
             self.contiguous_blocks[key] = counts
         return self.contiguous_blocks[key]
 
-    def _partials(self, splits: KVSplits, spec: LayerSpec, queries: int) -> PartialResults:
-        key = (splits.policy, len(splits.table), queries, spec.heads, spec.cache_spec.v_size)
+    def _result_buffers(self, splits: KVSplits, spec: LayerSpec, num_queries: int) -> PartialResults:
+        """Returns the buffers of partial results, which layers of the same sizes share."""
+        key = (splits.policy, len(splits.table), num_queries, spec.heads, spec.cache_spec.v_size)
         if key not in self.partial_results:
-            self.partial_results[key] = PartialResults.allocate(splits, queries, spec.heads, spec.cache_spec.v_size)
+            self.partial_results[key] = PartialResults.allocate(splits, num_queries, spec.heads, spec.cache_spec.v_size)
         return self.partial_results[key]
 
 

@@ -38,7 +38,7 @@ class TrtllmAttention(LibraryAttention):
 
     def _attend_heads(self, q: Tensor, layer: int, spec: LayerSpec) -> tuple[Tensor, Tensor]:
         batch = self.tail_prefix.length.shape[0]
-        out: tuple[Tensor, Tensor] = _flashinfer().prefill.trtllm_batch_context_with_kv_cache(
+        out_and_lse: tuple[Tensor, Tensor] = _flashinfer().prefill.trtllm_batch_context_with_kv_cache(
             q.contiguous(),
             self.paged_rows(layer),
             self.workspace,
@@ -55,7 +55,7 @@ class TrtllmAttention(LibraryAttention):
             causal=False,
             return_lse=True,
         )
-        return out
+        return out_and_lse
 
     def _attend_latent(self, q: Tensor, layer: int, spec: LayerSpec) -> tuple[Tensor, Tensor]:
         latent, _ = self.paged_rows(layer)
@@ -66,7 +66,7 @@ class TrtllmAttention(LibraryAttention):
         query_lengths = self.prefix.get_or_make(
             ("lengths", self.num_queries), lambda: self.int_lengths().repeat_interleave(self.num_queries)
         )
-        out: tuple[Tensor, Tensor] = _flashinfer().mla.trtllm_batch_decode_with_kv_cache_mla(
+        out_and_lse: tuple[Tensor, Tensor] = _flashinfer().mla.trtllm_batch_decode_with_kv_cache_mla(
             q[:, None].contiguous(),
             latent[:, :, 0],
             self.workspace,
@@ -80,7 +80,7 @@ class TrtllmAttention(LibraryAttention):
             backend="trtllm-gen",
             return_lse=True,
         )
-        return out
+        return out_and_lse
 
     @property
     def _max_rows(self) -> int:

@@ -18,8 +18,7 @@ def ancestor_mask(parents: Tensor, is_void: Tensor, max_depth: int) -> Tensor:
     """Returns [B, D, D] bool: entry [b, i, j] says that node j is an ancestor of node i, or i itself.
 
     parents: [B, D], the root is its own parent; is_void: [B, D] bool, nodes that see only themselves;
-    max_depth: the depth of the tree's deepest node, or more.
-    """
+    max_depth: the depth of the tree's deepest node, or more."""
     itself = torch.eye(parents.shape[1], dtype=torch.bool, device=parents.device)
     mask = itself.expand(parents.shape[0], -1, -1)
     parent_columns = parents[:, :, None].expand(-1, -1, parents.shape[1])
@@ -47,7 +46,7 @@ def true_for_all_ancestors(ancestor_bits: Tensor, is_true: Tensor) -> Tensor:
 
 
 def self_only_bits(first_row: int, num_rows: int, num_ancestor_words: int, device: torch.device) -> Tensor:
-    """Returns [num_rows, num_ancestor_words] int64: the bits of rows from first_row on that see only themselves."""
+    """Returns [num_rows, num_ancestor_words] int64: bits of the rows from first_row on.  Each row sees only itself."""
     rows = torch.arange(first_row, first_row + num_rows, device=device)
     bits = torch.ones_like(rows) << rows % ANCESTOR_BITS
     return bits[:, None] * (torch.arange(num_ancestor_words, device=device) == (rows // ANCESTOR_BITS)[:, None])
@@ -75,8 +74,7 @@ def visible_mask(ancestor_bits: Tensor | None, positions: Tensor, row_positions:
     """Returns [B, Q, R] bool: the staged rows that each query sees, inside the window.
 
     A query of a tree sees the rows of its ancestor bits.  Without ancestor bits (a chain), a query sees all rows up to
-    its own.
-    """
+    its own."""
     num_rows = row_positions.shape[1]
     if ancestor_bits is None:
         order = torch.arange(num_rows, device=positions.device)

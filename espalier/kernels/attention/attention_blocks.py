@@ -73,9 +73,9 @@ def _attend_block(
     """Add the rows of two tiles [N, d] to an online softmax in base 2 (Milakov and Gimelshein 2018).
 
     q_rope: the part of the queries that is multiplied with the second tile of latent rows; None for K and V heads.
-    FP8 rows become q's dtype, which is exact.  The FP8 scales are factors of `scale` and of the result.
-    Every fused multiply-add is explicit, so that the results equal those of kernels/hopper/attend.py, bit for bit.  If
-    the compiler chose where to fuse, a change of another loop could change the bits.
+    FP8 rows are converted to q's dtype, exactly.  K's FP8 scale is a factor of `scale`.  V's FP8 scale multiplies the
+    result.  Every fused multiply-add is explicit, so that the results equal those of kernels/hopper/attend.py, bit for
+    bit.  If the compiler chose where to fuse, a change of another loop could change the bits.
     """
     PRECISION: tl.constexpr = CONSTANTS.PRECISION
     values = from_fp8(first_tile, q.dtype)
@@ -97,8 +97,7 @@ def _soft_capped(scores, scale, SOFTCAP: tl.constexpr):
     """Soft-cap scores: SOFTCAP · tanh(score / SOFTCAP), in base 2.
 
     A score times `scale` is in base 2; the cap of ±SOFTCAP is in base e.  tanh(x) is computed as 1 - 2 / (1 + e^2x).
-    The error of tanh is at most 2^-24, so the error of a score is at most SOFTCAP · 2^-23.
-    """
+    The error of tanh is at most 2^-24, so the error of a score is at most SOFTCAP · 2^-23."""
     exp_doubled = tl.exp2(scores * (scale * (2.0 / SOFTCAP)))
     return (SOFTCAP * 1.4426950408889634) * (1.0 - 2.0 / (1.0 + exp_doubled))
 
@@ -124,8 +123,7 @@ def _attend_scores(
 def shift_exponent(exponent, dtype: tl.constexpr):
     """Subtract 15 from the exponent for float16.  So float16 weights are stored times 2^15.
 
-    A weight is at most 1.  Without the factor, weights below 2^-24 would become 0, and the sum of many may matter.
-    """
+    A weight is at most 1.  Without the factor, weights below 2^-24 would become 0, and the sum of many may matter."""
     if dtype == tl.float16:
         exponent = exponent - 15.0
     return exponent
@@ -141,10 +139,9 @@ def log_sum_exp_base2(max_score, sum_weights, scale, dtype: tl.constexpr):
 
 @kernel
 def load_pages_of_block(page_ids_ptr, begin, end, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Load the pages of BLOCK_N positions from `begin`, a multiple of BLOCK_N: one number if all are on one page.
+    """Load the page ids of BLOCK_N positions from `begin`, a multiple of BLOCK_N; a scalar if one page holds them all.
 
-    page_ids_ptr: the request's row of the page table.  end: the first position that is not loaded.
-    """
+    page_ids_ptr: the request's row of the page table.  end: the first position that is not loaded."""
     if PAGE_SIZE % BLOCK_N == 0:
         page = tl.load(page_ids_ptr + begin // PAGE_SIZE, mask=begin < end, other=0)
     elif BLOCK_N % PAGE_SIZE == 0:
@@ -158,7 +155,7 @@ def load_pages_of_block(page_ids_ptr, begin, end, PAGE_SIZE: tl.constexpr, BLOCK
 
 @kernel
 def pool_rows_of_block(page, begin, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Returns [BLOCK_N] int64: the page rows of positions begin to begin + BLOCK_N - 1."""
+    """Returns [BLOCK_N] int64: the row (page · PAGE_SIZE + offset) of each position begin to begin + BLOCK_N - 1."""
     offset = tl.arange(0, BLOCK_N)
     # Rows fit in int32, which the launcher checks.  The conversion to int64 is here and not at the load of the page,
     # because Triton 3.6 pipelines only loops whose carried values are plain loads.
@@ -191,7 +188,7 @@ def load_rows(pointer, offsets, row_exists, MASKED: tl.constexpr, ROW_SIZE: tl.c
 # fmt: off
 @kernel
 def _load_tiles(tiles, row, row_exists, MASKED: tl.constexpr, CONSTANTS: tl.constexpr):
-    """Returns (first, second): the tiles of rows `row` [N]."""
+    """Returns (first tile, second tile) of the rows whose indices are `row` [N]."""
     first_rows, second_rows = row * tiles.first_tile_stride, row * tiles.second_tile_stride
     first = load_rows(
         tiles.first_tile_ptr, first_rows, row_exists, MASKED, CONSTANTS.FIRST_TILE_SIZE, CONSTANTS.FIRST_TILE_BLOCK,
@@ -206,7 +203,7 @@ def _load_tiles(tiles, row, row_exists, MASKED: tl.constexpr, CONSTANTS: tl.cons
 def _attend_unmasked_blocks(
     q, page_ids_ptr, tiles, begin, end, scale, max_score, sum_weights, acc, CONSTANTS: tl.constexpr
 ):
-    """Attend to positions begin .. end in whole blocks of BLOCK_N, without a mask, as every query sees these rows."""
+    """Attend to positions begin .. end, in whole blocks of BLOCK_N, without a mask: every query sees these rows."""
     PAGE_SIZE: tl.constexpr = CONSTANTS.PAGE_SIZE
     BLOCK_N: tl.constexpr = CONSTANTS.BLOCK_N
     page = load_pages_of_block(page_ids_ptr, begin, end, PAGE_SIZE, BLOCK_N)
@@ -260,8 +257,7 @@ def attend_staged(
     """Attend to staged rows begin_row .. end_row, out of `num_rows`.
 
     In a chain (STAGED_KIND 1) a query sees its own row and all rows before it.  In a tree (STAGED_KIND 2) a query sees
-    the rows whose bits are set in its ancestor bits.
-    """
+    the rows whose bits are set in its ancestor bits."""
     WINDOW: tl.constexpr = CONSTANTS.WINDOW
     for first_row in tl.range(begin_row, end_row, CONSTANTS.BLOCK_R, num_stages=CONSTANTS.STAGES):
         node = first_row + tl.arange(0, CONSTANTS.BLOCK_R)
@@ -318,8 +314,7 @@ def times_scale(values, scale_ptr, head):
 def sink_share(lse, sink_ptr, head):
     """Returns the sum of all rows' weights, in a softmax that includes the head's sink (ops/attention.py:apply_sink).
 
-    lse: the log-sum-exp of the rows, in base 2.  The fused multiply-add is explicit, as in `_attend_block`.
-    """
+    lse: the log-sum-exp of the rows, in base 2.  The fused multiply-add is explicit, as in `_attend_block`."""
     finite_lse = tl.where(lse == float("-inf"), 0.0, lse)
     sink = tl.load(sink_ptr + head).to(tl.float32)
     return 1.0 / (1.0 + tl.exp2(tl.fma(sink, 1.4426950408889634, -finite_lse)))
@@ -327,7 +322,7 @@ def sink_share(lse, sink_ptr, head):
 
 @kernel
 def _write_tile(out_ptr, lse_ptr, row, acc, lse, query_exists, V_SIZE: tl.constexpr, BLOCK_V: tl.constexpr):
-    """Write a tile's results to rows `row` [M] of out [rows, V_SIZE] and lse [rows].  Padding queries are skipped."""
+    """Write a query tile's results to rows `row` [M] of out [rows, V_SIZE] and lse [rows].  Skips padding queries."""
     column = tl.arange(0, BLOCK_V)
     mask = query_exists[:, None] & (column < V_SIZE)[None, :]
     tl.store(out_ptr + row[:, None] * V_SIZE + column[None, :], acc.to(out_ptr.dtype.element_ty), mask)
@@ -343,8 +338,7 @@ def write_work_item_result(
 ):
     """Write the final result if the request has one split, else a partial result.
 
-    scale: the factor of the scores; 1 for soft-capped scores, which are already scaled.  dtype: the weights' dtype.
-    """
+    scale: the factor of the scores; 1 for soft-capped scores, which are already scaled.  dtype: the weights' dtype."""
     out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, sink_ptr = results
     divisor = tl.where(sum_weights == 0.0, 1.0, sum_weights)
     # One division per query is faster than one per value.

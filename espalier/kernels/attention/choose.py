@@ -49,8 +49,7 @@ def choose_attention_config(inputs: AttentionInputs) -> TritonConfig | HopperCon
 def hopper_kernel_supports(inputs: AttentionInputs) -> bool:
     """Whether the Hopper kernel takes these dtypes, sizes and strides.
 
-    The kernel has no soft-cap.  With FP8 rows the queries must fit in registers, in which they become float16.
-    """
+    The kernel has no soft-cap.  With FP8 rows the queries must fit in registers, in which they become float16."""
     if inputs.softcap is not None or (inputs.kv_scales is not None and inputs.q.shape[3] > MAX_REGISTER_HEAD_SIZE):
         return False
     q, staged = inputs.q, inputs.staged

@@ -1,8 +1,9 @@
 """Computes index scores, the sum over index heads of weight · max(q · k, 0), for rows in pages and staged rows.
 
 There are few queries and many rows.  A program holds the heads of a few queries, and multiplies block after block of
-keys with all these heads.  The programs of a request take its blocks in turn, so a captured launch does no work for
-rows that do not exist.  The last blocks hold the staged rows, of which a query sees those in its ancestor bits.
+keys with all these heads.  The programs of a request take the request's blocks in turn.  So a captured launch does no
+work for rows that do not exist.  The last blocks hold the staged rows, of which a query sees those in its ancestor
+bits.
 
 With 64 heads of 128 values, one query computes 16,384 flops for each key of 256 bytes.  So from 4 queries on, products
 take longer than reading the keys.
@@ -29,7 +30,7 @@ from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 
 # Keys of a block, and the most blocks of keys that are loaded at the same time.
 BLOCK_N, STAGES = 64, 3
-# Programs per multiprocessor: one adds up products while another multiplies.
+# Programs per multiprocessor: while one program multiplies, another adds up its products.
 PROGRAMS_PER_PROCESSOR = 2
 NUM_WARPS = 4
 # The most columns of a program's product; in float32 fewer, without tensor cores.  A column is a head of a query.
@@ -58,8 +59,7 @@ def _score_block(
     """Returns [BLOCK_N, QUERIES] float32: the scores of keys [BLOCK_N, HEAD_SIZE] for queries q [HEAD_SIZE, QUERIES ·
     BLOCK_HEADS].
 
-    The score is -inf where is_visible is false.
-    """
+    The score is -inf where is_visible is false."""
     products = tl.maximum(tl.dot(keys, q, input_precision=PRECISION), 0.0) * weight[None, :]
     score = tl.sum(tl.reshape(products, [keys.shape[0], QUERIES, BLOCK_HEADS]), 2)
     return tl.where(is_visible, score, float("-inf"))
@@ -72,9 +72,8 @@ def _store_scores(
 ):  # fmt: skip
     """Store scores [BLOCK_N, QUERIES] of rows below num_rows, and the highest score of each group of rows.
 
-    first_column: the column of out_ptr for row 0 of all blocks.
-    first_group: the column of group_max_ptr for the group of row 0.
-    """
+    first_column: the column of out_ptr for the first committed row, or for the first staged row.  first_group: the
+    column of group_max_ptr for the group of this row."""
     BLOCK_N: tl.constexpr = score.shape[0]
     QUERIES: tl.constexpr = score.shape[1]
     row = block_index * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]

@@ -3,7 +3,7 @@
 The committed rows of each request are divided into splits that run in parallel.  merge.py merges the partial results
 of the splits in position order.  The length of a split depends on the request's rows, the number of queries and the
 batch bucket of the pass (the batch, rounded up).  In the table the requests with the longest splits come first.
-Programs take splits in turn, so each gets about the same amount of work (work_items.py:work_item_of_program).
+Programs take splits in turn, so all programs get about equally much work (work_items.py:work_item_of_program).
 
 TMA copies a block of committed rows with one instruction if the block is contiguous in the pages.  Contiguous blocks
 are counted once per Prefix, for all layers with the same splits and rows per block.  If the page size is a multiple of
@@ -49,6 +49,7 @@ def _kv_splits_kernel(
     WINDOW: tl.constexpr, STEP: tl.constexpr, MIN_ROWS: tl.constexpr, MAX_ROWS: tl.constexpr, BLOCK_B: tl.constexpr,
     BLOCK_Q: tl.constexpr,
 ):  # fmt: skip
+    """One program computes the splits of all requests.  MIN_ROWS, MAX_ROWS: see KVSplitPolicy."""
     request = tl.arange(0, BLOCK_B)
     request_exists = request < batch
     length = tl.load(length_ptr + request * length_stride_b, mask=request_exists, other=0).to(tl.int32)
@@ -100,6 +101,7 @@ def _kv_splits_kernel(
 def kv_splits(
     length: Tensor, first_position: int, policy: KVSplitPolicy, positions: Tensor | None = None, window: int = 0
 ) -> KVSplits:
+    """The launcher of ops/selection.py:kv_splits.  positions: of the queries, read only with a window."""
     batch = length.shape[0]
     require("splits' length", length, (-1,), torch.int64, length)
     table = torch.empty(batch * policy.max_splits, SPLIT_COLUMNS, dtype=torch.int32, device=length.device)
@@ -126,6 +128,7 @@ def _count_contiguous_blocks_kernel(
     splits_ptr, split_starts_ptr, page_table_ptr, out_ptr, batch, first_position, page_table_stride_b,
     PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCKS_PER_STEP: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
+    """Grid: (splits).  A program counts the first unmasked blocks of a split that are contiguous."""
     pdl_trigger_and_wait(USE_PDL)
     split = tl.program_id(0)
     exists = split < tl.load(split_starts_ptr + batch)
@@ -151,6 +154,7 @@ def _count_contiguous_blocks_kernel(
 def count_contiguous_blocks(
     splits: KVSplits, page_table: Tensor, page_size: int, first_position: int, block_rows: int
 ) -> Tensor:
+    """The launcher of ops/attention.py:count_contiguous_blocks.  block_rows: committed rows per block."""
     capacity = splits.table.shape[0]
     require("contiguous blocks' splits", splits.table, (-1, SPLIT_COLUMNS), torch.int32, page_table)
     require("contiguous blocks' page_table", page_table, (splits.starts.shape[0] // 2, -1), torch.int32, page_table)

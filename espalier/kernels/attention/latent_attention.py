@@ -72,6 +72,7 @@ def _latent_attention_kernel(
     USE_PDL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_ROPE: tl.constexpr,
 ):
+    """queries, rows: numbers of queries and staged rows per request.  row_ptr: pages.  row_scale_ptr: the FP8 scale."""
     CONSTANTS: tl.constexpr = AttentionConstexprs(
         PAGE_SIZE, 0, 0, STAGED_KIND, PRECISION, STAGES, BLOCK_N, BLOCK_R, V_SIZE, ROPE_SIZE, BLOCK_V, BLOCK_ROPE
     )
@@ -132,6 +133,7 @@ def _latent_attention_kernel(
 def latent_attention(
     inputs: AttentionInputs, partial_results: PartialResults | None = None, config: LatentAttentionConfig | None = None
 ) -> tuple[Tensor, Tensor]:
+    """The launcher of ops/attention.py:latent_attention.  config: the launch configuration; None: chosen by shape."""
     inputs = _check_inputs(inputs)
     splits = inputs.splits
     out, lse = inputs.output_buffers()
@@ -139,7 +141,7 @@ def latent_attention(
         return out, lse
     is_split = splits.policy.max_splits > 1
     if partial_results is None:
-        # Without splits no buffer is needed.  With 128 heads, a buffer would take 256 KB per query.
+        # Without splits, no buffer for partial results is needed.  With 128 heads it would take 256 KB per query.
         partial_results = PartialResults.allocate(splits, *out.shape[1:]) if is_split else PartialResults(out, lse)
     if config is None:
         config = choose_latent_config(inputs)

@@ -25,7 +25,7 @@ def _merge_two_results_kernel(
     HEADS: tl.constexpr, V_SIZE: tl.constexpr, ACC_DTYPE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_V: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program merges BLOCK rows; a row is one head of one query."""
+    """Merges two results.  One program merges BLOCK rows.  A row is one head of one query."""
     pdl_trigger_and_wait(USE_PDL)
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     row_exists = row < rows
@@ -74,9 +74,9 @@ def merge_results(first_result: OutAndLse, second_result: OutAndLse, sink: Tenso
 
 # Floats that one program (one warp) loads at once for one pair (query, head).
 VALUES_PER_LOAD = 4096
-# A request with few splits is merged in a small block, where several pairs may fit.  The small block has room for
-# KVSplitPolicy.num_splits splits, rounded up to a power of two, and at least for MIN_SMALL_BLOCK_SPLITS.  If this
-# number is above MAX_SMALL_BLOCK_SPLITS, there is no small block.
+# A request with few splits is merged in a small block of splits, so that a program can merge several pairs at once.
+# The small block has room for KVSplitPolicy.num_splits splits, rounded up to a power of two, but at least for
+# MIN_SMALL_BLOCK_SPLITS.  If this number is above MAX_SMALL_BLOCK_SPLITS, all requests use the large block.
 MIN_SMALL_BLOCK_SPLITS, MAX_SMALL_BLOCK_SPLITS = 4, 8
 # The number of splits that a program merges at once, over all its pairs.
 SPLITS_PER_PROGRAM = 16
@@ -97,15 +97,14 @@ def _merge_query_head_pairs(
     """Merge PAIRS pairs (query, head) of one request, and write out and lse.
 
     pair: the first pair.  start: the request's first split.  count: the request's number of splits, at most
-    BLOCK_SPLITS; 0 if there is nothing to merge.  Offsets have 32 bits, which the launcher checks.
-    """
+    BLOCK_SPLITS; 0 if there is nothing to merge.  Offsets have 32 bits, which the launcher checks."""
     pairs = tl.arange(0, PAIRS)
     index = tl.arange(0, BLOCK_SPLITS)
     column = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
     first_row = start * pairs_per_request + pair % pairs_per_request
     row = index[None, :] * pairs_per_request + pairs[:, None]
     exists = (index < count)[None, :]
-    # Loaded before the log-sum-exps, so that both loads overlap.
+    # partial_out is loaded before the log-sum-exps, so that both loads overlap.
     partial_out = tl.load(
         partial_ptr + first_row * V_SIZE + (row * V_SIZE)[:, :, None] + column[None, None, :],
         mask=exists[:, :, None] & (column < V_SIZE)[None, None, :], other=0.0,
@@ -132,7 +131,7 @@ def _merge_splits_kernel(
     HEADS: tl.constexpr, V_SIZE: tl.constexpr, HAS_SINK: tl.constexpr, PAIRS: tl.constexpr,
     BLOCK_V: tl.constexpr, SMALL_BLOCK_SPLITS: tl.constexpr, BLOCK_SPLITS: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Merge pairs: PAIRS at once for a request with at most SMALL_BLOCK_SPLITS splits, else one by one."""
+    """Merge pairs (query, head): PAIRS at once for a request with up to SMALL_BLOCK_SPLITS splits, else one by one."""
     # split_starts may be read before the wait: it was ready before the attention kernel let this kernel start.
     num_splits = tl.load(split_starts_ptr + batch)
     pdl_wait(USE_PDL)
@@ -166,6 +165,7 @@ def _merge_splits_kernel(
 def merge_splits(
     partial_results: PartialResults, splits: KVSplits, out: Tensor, lse: Tensor, sink: Tensor | None = None
 ) -> None:
+    """The launcher of ops/attention.py:merge_splits.  out, lse: written for requests with splits."""
     batch, queries, heads, v_size = out.shape
     capacity = splits.table.shape[0]
     require("merge_splits' partial out", partial_results.out, (capacity, queries, heads, v_size), torch.float32, out)

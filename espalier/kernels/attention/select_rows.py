@@ -1,4 +1,5 @@
-"""Selects, exactly, each query's rows with the topk largest (score, position), in order of position.
+"""Selects exactly the topk rows with the highest scores for each query, in order of position.  Of equal scores, the row
+at the later position ranks higher.
 
 One program selects the rows of one query.  The score of a group of adjacent rows is the score of its best row.  First
 the program lists the topk groups with the highest scores, or a few more.  All chosen rows are in these groups, because
@@ -27,12 +28,13 @@ SCORES_PER_CHUNK = 4096
 # The time of tl.histogram grows with the number of bins.  A histogram needs a bin for each thread of a warp.
 NUM_BINS = 32
 NUM_WARPS = 16
-# topk / EXTRA_GROUPS_DIVISOR more groups may be listed, because a few more groups take less time than a longer search.
+# Up to topk / EXTRA_GROUPS_DIVISOR more groups than topk may be listed, because reading them takes less time than a
+# longer search.
 EXTRA_GROUPS_DIVISOR = 4
 # In the first iteration of _find_threshold, a bin has at most 2^22 keys (_score_key), half of the 2^23 float32 numbers
 # between two powers of two.  The last bin holds all lower scores, as the threshold is seldom far below the best score.
 FIRST_BIN_BITS = tl.constexpr(22)
-# The lowest key of a visible row; other rows have -inf.
+# The lowest key of a visible row.  Rows that are not visible have the score -inf, whose key is lower.
 LOWEST_VISIBLE_KEY = tl.constexpr(0x00800000)
 
 
@@ -46,11 +48,10 @@ def _score_key(score):
 
 @kernel
 def _load_chunk(scores, columns, chunk, num_scores, gap_begin, gap_size, SCORES_PER_CHUNK: tl.constexpr):
-    """Returns (columns, whether their rows are visible, keys of their scores) of chunk number `chunk` of the scores.
+    """Returns (columns, whether their rows are visible, keys of their scores) for the `chunk`-th part of the scores.
 
-    num_scores: the number of scores in all chunks.
-    columns: the list of columns to load.  None: columns 0 .. gap_begin-1, then the columns from gap_begin+gap_size on.
-    """
+    num_scores: the number of scores in all chunks.  columns: the list of columns to load; None: columns 0 ..
+    gap_begin-1, then the columns from gap_begin+gap_size on."""
     i = chunk * SCORES_PER_CHUNK + tl.arange(0, SCORES_PER_CHUNK)
     exists = i < num_scores
     if columns is None:
@@ -87,7 +88,7 @@ def _find_threshold(
     scores, columns, num_scores, gap_begin, gap_size, min_key, max_key, topk, num_extra, max_first_bin_bits,
     SCORES_PER_CHUNK: tl.constexpr, NUM_BINS: tl.constexpr,
 ):  # fmt: skip
-    """Search for the threshold of the topk highest of `num_scores` scores (see _load_chunk).
+    """Search for the key that separates the topk highest of `num_scores` scores from the others.
 
     All keys are from min_key to max_key.  max_first_bin_bits: a bin of the first iteration, except the last bin, holds
     at most 2^max_first_bin_bits keys.
@@ -122,10 +123,10 @@ def _find_threshold(
 
 @kernel
 def _place_selected(is_visible, key, max_key, key_span, num_skipped_ties, num_earlier_above, num_earlier_equal):
-    """Returns, for a chunk: (whether each score is selected, its output index, number above the threshold, of ties).
+    """Returns for a chunk: (whether each score is selected, its output index, number above the threshold, number of
+    ties).
 
-    num_earlier_above, num_earlier_equal: the numbers of scores above the threshold and of ties in earlier chunks.
-    """
+    num_earlier_above, num_earlier_equal: the numbers of scores above the threshold and of ties in earlier chunks."""
     is_above = is_visible & (key > max_key)
     is_tie = is_visible & (key <= max_key) & (max_key - key <= key_span)
     # One sum counts scores above in its low 16 bits and ties in its high 16 bits: a chunk has fewer than 2^16 scores.
@@ -152,8 +153,7 @@ def _list_candidate_groups(
     """List the columns of the topk groups with the highest scores, and of up to `num_extra` more.  A group's score is
     the highest score of its adjacent rows, so only rows of these groups can be selected.
 
-    Returns (number of listed groups, a key below which no row is selected, the highest key of all groups).
-    """
+    Returns (number of listed groups, a key below which no row is selected, the highest key of all groups)."""
     max_key = _max_visible_key(group_scores, num_groups, gap_begin, gap_size, SCORES_PER_CHUNK)
     high, span, skipped_ties = _find_threshold(
         group_scores, None, num_groups, gap_begin, gap_size, tl.full([], LOWEST_VISIBLE_KEY, tl.uint32), max_key,
@@ -201,7 +201,7 @@ def _write_selected_rows(
     scores, row_list, page_ids_ptr, out_ptr, num_listed, num_positions, max_key, key_span, num_skipped_ties,
     PAGE_SIZE: tl.constexpr, SCORES_PER_CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Write the selected committed rows.  Returns (their number, the number of selected ties, staged rows included)."""
+    """Write the selected committed rows.  Returns (number of written rows, number of selected ties among all rows)."""
     num_above, num_ties, num_written = 0, 0, tl.zeros([], tl.int32)
     for chunk in range((num_listed + SCORES_PER_CHUNK - 1) // SCORES_PER_CHUNK):
         column, seen, key = _load_chunk(scores, row_list, chunk, num_listed, 0, 0, SCORES_PER_CHUNK)
@@ -228,8 +228,8 @@ def _write_selected_bits(
     WORDS: tl.constexpr,
     WORD_BITS: tl.constexpr,
 ):
-    """Write the bits of the selected staged rows.  The last num_selected_ties of all ties are selected.  Staged rows
-    have the last positions, so the count starts at the last staged row."""
+    """Write the bits of the selected staged rows.  Of all ties, the last num_selected_ties are selected.  Staged rows
+    have the last positions, so ties are counted from the last staged row on backwards."""
     row = tl.arange(0, WORDS * WORD_BITS)
     exists = row < num_staged_rows
     key = _score_key(tl.load(scores + row, mask=exists, other=float("-inf")))
@@ -249,7 +249,7 @@ def _select_rows_kernel(
     GROUP_SIZE: tl.constexpr, PAGE_SIZE: tl.constexpr, WORDS: tl.constexpr, WORD_BITS: tl.constexpr,
     SCORES_PER_CHUNK: tl.constexpr, NUM_BINS: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (B · Q).  Each program has its own part of the list buffers."""
+    """Grid: (B · Q).  Each program has its own part of the buffers group_list and row_list."""
     pdl_trigger_and_wait(USE_PDL)
     query = tl.program_id(0).to(tl.int64)
     request = query // num_queries

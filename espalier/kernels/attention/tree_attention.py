@@ -81,6 +81,7 @@ def _tree_attention_kernel(
     LONGEST_FIRST: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, USE_PDL: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):
+    """queries, rows: numbers of queries and staged rows per request.  partial_ptr, partial_lse_ptr: PartialResults."""
     CONSTANTS: tl.constexpr = AttentionConstexprs(
         PAGE_SIZE, WINDOW, SOFTCAP, STAGED_KIND, PRECISION, STAGES, BLOCK_N, BLOCK_R, K_SIZE, V_SIZE, BLOCK_K, BLOCK_V
     )
@@ -146,6 +147,7 @@ def tree_attention(
     config: TritonConfig | HopperConfig | None = None,
     num_contiguous_blocks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
+    """The launcher of ops/attention.py:tree_attention.  config: the launch configuration; None: chosen by shape."""
     inputs = _check_inputs(inputs)
     q, splits, sink = inputs.q, inputs.splits, inputs.sink
     if num_contiguous_blocks is not None:

@@ -45,7 +45,7 @@ class TritonConfig:
 
         k_bytes, v_bytes: bytes of one row of K and of V.  A latent row counts as K, with v_bytes 0.  q_bytes: bytes of
         one query; None: k_bytes.
-        From Hopper on, a product reads its weights from registers, and each stage needs a buffer of its own.
+        From Hopper on, a product reads its weights from registers, and each stage needs a separate buffer.
         """
         step, q_bytes = self.block_n * (k_bytes + v_bytes), k_bytes if q_bytes is None else q_bytes
         if self.block_m >= 64 and gpu.capability >= (9, 0):
@@ -110,8 +110,7 @@ def choose_triton_latent_config(
     """Returns the configuration for latent rows.  packed_queries: queries times heads; rows: staged rows.
 
     row_bytes: bytes of one row in shared memory.  A chip with less shared memory gets fewer rows per step, then fewer
-    stages, then fewer queries.
-    """
+    stages, then fewer queries."""
     if dtype == torch.float32:
         # IEEE float32 products use no tensor cores, so larger tiles would spill registers.
         return TritonConfig(16, 16, 16, 4, 1)

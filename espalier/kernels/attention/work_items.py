@@ -79,8 +79,7 @@ def trigger_merge(first_work_item, num_work_items, USE_PDL: tl.constexpr):
 def work_item_of_program(first_work_item, is_reversed):
     """Returns this program's work item in the iteration that starts at `first_work_item`.
 
-    Every second iteration is reversed, so the program that had the longest work item then gets the shortest.
-    """
+    Every second iteration is reversed, so the program that had the longest work item then gets the shortest."""
     pid = tl.program_id(0)
     return first_work_item + tl.where(is_reversed == 1, tl.num_programs(0) - 1 - pid, pid)
 
@@ -100,8 +99,7 @@ def tile_and_kv_head(work_item, num_splits, num_tiles, KV_HEADS: tl.constexpr, L
     """Returns the query tile and the KV head of a work item.
 
     LONGEST_FIRST: whether the last tile comes first, because the queries of the last tile see the most rows of a chain.
-    If false, tiles that read the same keys are neighbours.
-    """
+    If false, tiles that read the same keys are neighbours."""
     tile = num_tiles - 1 - work_item // (num_splits * KV_HEADS) if LONGEST_FIRST else work_item % num_tiles
     head = work_item % KV_HEADS if LONGEST_FIRST else work_item // num_tiles % KV_HEADS
     return tile, head
@@ -132,8 +130,7 @@ def count_committed_blocks(begin, end, first_position, WINDOW: tl.constexpr, BLO
     """Returns (num_blocks, num_lower, num_unmasked) of positions begin .. end.  begin is a multiple of BLOCK_N.
 
     The first num_lower blocks contain positions below `first_position`.  The next num_unmasked blocks need no
-    mask.  With a window, num_unmasked is 0.
-    """
+    mask.  With a window, num_unmasked is 0."""
     num_blocks = (tl.maximum(end - begin, 0) + BLOCK_N - 1) // BLOCK_N
     num_lower = tl.minimum((tl.maximum(first_position - begin, 0) + BLOCK_N - 1) // BLOCK_N, num_blocks)
     num_unmasked = 0

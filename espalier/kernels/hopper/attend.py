@@ -1,4 +1,5 @@
-"""The attending warps of Hopper's attention kernels.  A warpgroup takes 64 packed queries, and one block at a time.
+"""The attending warps of Hopper's attention kernels: they compute scores, weights and outputs.  A warpgroup takes 64
+packed queries, and one block of rows at a time.  A packed query is one head of one query.
 
 While the tensor cores multiply one block's weights with its values, the warps compute the weights of the next block
 (Shah et al. 2024, FlashAttention-3, arXiv:2407.08608, section 3.2).  The warpgroups of a program do not wait for each
@@ -27,11 +28,11 @@ REGISTER_HEAD_SIZE = gl.constexpr(MAX_REGISTER_HEAD_SIZE)
 
 
 class Queries(NamedTuple):
-    """The data from which the masks of 64 packed queries of a work item are computed.
+    """The data for the masks of a tile of 64 packed queries.  A packed query is one head of one query.
 
-    query, exists, position: [64].  row_positions: pointer to the positions of the request's staged rows.
-    row_position_stride_r: the stride between these positions.  bits: pointer to the ancestor bits of the request's
-    queries.  bits_stride_q: the stride between the bits of two queries.  prefix_begin: the first position that exists.
+    query, exists, position: [64].  row_positions: pointer to the positions of the request's staged rows, with stride
+    row_position_stride_r.  bits: pointer to the ancestor bits of the request's queries.  bits_stride_q: the stride
+    between the bits of two queries.  prefix_begin: the first position that exists.
     first_masked_staged: the first block with staged rows that needs a mask.
     """
 
@@ -62,7 +63,7 @@ def packed_queries(plan, work_item, first_packed, positions, CONSTANTS: gl.const
 
 @gluon_kernel
 def make_queries(plan, work_item, blocks, first_packed, packed, row_positions, ancestor_bits, CONSTANTS: gl.constexpr):
-    """Returns the positions and mask pointers of a tile of 64 pairs of a query and one of its KV head's query heads.
+    """Returns the Queries of a tile of 64 packed queries.
     packed: the result of `packed_queries`."""
     query, exists, position = packed
     first_masked_staged = blocks.num_committed
@@ -83,6 +84,7 @@ def _mask_committed(
     scores, first_position, query_position, end_position, prefix_begin, WINDOW: gl.constexpr, BLOCK_N: gl.constexpr,
     SCORE_LAYOUT: gl.constexpr,
 ):
+    """Returns the scores of committed rows; -inf for rows that do not exist or are outside the window."""
     key_position = first_position + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, SCORE_LAYOUT))
     seen = gl.expand_dims((key_position >= prefix_begin) & (key_position < end_position), 0)
     if WINDOW > 0:
@@ -94,6 +96,7 @@ def _mask_committed(
 def _mask_chain(
     scores, first_node, query, end_node, WINDOW: gl.constexpr, BLOCK_N: gl.constexpr, SCORE_LAYOUT: gl.constexpr,
 ):
+    """Returns the scores of staged rows first_node .. of a chain, -inf from end_node on and after the query."""
     node = gl.expand_dims(first_node + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, SCORE_LAYOUT)), 0)
     seen = (node < end_node) & (node <= gl.expand_dims(query, 1))
     if WINDOW > 0:
@@ -105,6 +108,7 @@ def _mask_chain(
 def _mask_tree(
     scores, first_node, queries, end_node, WINDOW: gl.constexpr, BLOCK_N: gl.constexpr, SCORE_LAYOUT: gl.constexpr,
 ):
+    """Returns the scores of staged rows first_node .. of a tree, -inf for rows that the ancestor bits exclude."""
     node = first_node + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, SCORE_LAYOUT))
     at_word = queries.bits + queries.query.to(gl.int64) * queries.bits_stride_q + first_node // 64
     word = gl.load(at_word, mask=queries.exists, other=0)
@@ -142,8 +146,8 @@ def _mask_block(scores, block_number, queries, blocks, CONSTANTS: gl.constexpr, 
 def _softmax_step(scores, scale, max_score, dtype: gl.constexpr):
     """Do one step of an online softmax in base 2 (Milakov and Gimelshein 2018), with weights in dtype.
 
-    Returns (weights, sums of weights [64, 4] by thread, max_score, decay).  decay: the factor for earlier results.
-    """
+    Returns (weights, sums of weights [64, 4], max_score, decay).  Column j of the sums is what thread j of a row's four
+    threads adds up.  decay: the factor for earlier results."""
     new_max = gl.maximum(max_score, gl.max(scores, 1))
     # All scores are -inf until the first visible row; -inf - -inf would be NaN.
     scaled_max = gl.where(new_max == float("-inf"), 0.0, new_max * scale)
@@ -157,7 +161,7 @@ def _softmax_step(scores, scale, max_score, dtype: gl.constexpr):
 
 @gluon_kernel
 def _update_sum_weights(sum_weights, decay, sums, SCORE_LAYOUT: gl.constexpr):
-    """Returns sum_weights times decay, plus the sums of a block, [64, 4] by thread."""
+    """Returns sum_weights times decay, plus the sums of a block, see `_softmax_step`."""
     return gl.fma(sum_weights, decay, gl.convert_layout(gl.sum(sums, 1), gl.SliceLayout(1, SCORE_LAYOUT)))
 
 
@@ -198,8 +202,7 @@ def _attend_blocks(
     """Compute the weights of blocks first_block .. end_block; add each previous block's weights times values to `out`.
 
     blocks_done: blocks that the program has finished.  num_blocks: the blocks of this work item.
-    NEEDS_FENCE: see `_start_scores`.
-    """
+    NEEDS_FENCE: see `_start_scores`."""
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT_LAYOUT, k_width=2)
     zeros = gl.full([64, CONSTANTS.BLOCK_N], 0.0, gl.float32, layout=SCORE_LAYOUT)
     for t in range(first_block, end_block):
@@ -238,8 +241,9 @@ def attend_work_item(
 ):
     """Attend to one work item.  Returns (out [64, OUT_SIZE], max_score, sum_weights).
 
-    Blocks without a mask come first.  values: the tile of the stages that holds V.  exchange: the slots that send each
-    block's weights to another warpgroup, or None.  blocks_done, blocks_sent: the counts before this work item.
+    Blocks without a mask come first.  values: the buffer of the tile that holds V, with all stages.  exchange: the
+    slots through which each block's weights go to another warpgroup, or None.  blocks_done, blocks_sent: the counts
+    before this work item.
     """
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT_LAYOUT, k_width=2)
     max_score = gl.full([64], float("-inf"), gl.float32, layout=gl.SliceLayout(1, SCORE_LAYOUT))
@@ -284,8 +288,7 @@ def _write_results(
 ):
     """Write the results of 64 packed queries to out [.., queries, heads, HEAD_SIZE] and lse [.., queries, heads].
 
-    result_index: index of the request in `out`, or of the split in the partial results.
-    """
+    result_index: index of the request in `out`, or of the split in the partial results."""
     at = first_packed + gl.arange(0, 64, layout=gl.SliceLayout(1, OUT_LAYOUT))
     row = (result_index * queries + at // GROUP_SIZE) * (KV_HEADS * GROUP_SIZE) + head * GROUP_SIZE + at % GROUP_SIZE
     column = gl.expand_dims(gl.arange(0, HEAD_SIZE, layout=gl.SliceLayout(0, OUT_LAYOUT)), 0)
@@ -358,8 +361,7 @@ def attend_work_items(
 ):
     """Attend to all work items of a program, for the 64 queries of warpgroup number WARPGROUP in each tile.
 
-    scales: pointers to the scales of K and V, read only if rows are FP8.
-    """
+    scales: pointers to the scales of K and V, read only if rows are FP8."""
     HEAD_SIZE: gl.constexpr = CONSTANTS.OUT_SIZE
     SCORE_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CONSTANTS.BLOCK_N, 16])
     OUT_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_SIZE, 16])

@@ -16,15 +16,16 @@ HEAD_SIZES = (64, 128, 256)
 MAX_REGISTER_HEAD_SIZE = 128
 # Packed queries of one attending warpgroup (four warps).
 WARPGROUP_QUERIES = 64
-# The limits of the stages, which are blocks of rows in shared memory.  An attending warpgroup waits for a third block
-# while it holds two.
+# The fewest stages (blocks of rows in shared memory), because an attending warpgroup waits for a third block while it
+# holds two.
 MIN_STAGES = 3
 MAX_STAGES = 6
-# Stages of converted rows, which hide the conversion time, and of FP8 rows, which hide the memory latency.
+# For an FP8 cache: stages of converted rows, which hide the time of the conversion, and stages of FP8 rows, which hide
+# the memory latency.
 FP8_STAGES, FP8_RAW_STAGES = 4, 4
 # Shared memory, in bytes, for barriers and for the arguments that Triton passes to the warps.
 RESERVED_SHARED_MEMORY = 1024
-# Registers per multiprocessor, and the most per thread.
+# Registers per multiprocessor, and the most registers per thread.
 REGISTERS, MAX_REGISTERS = 2**16, 240
 # Registers per thread at launch that ptxas needs for a product with 256 columns.
 WIDE_PRODUCT_REGISTERS = 160
@@ -39,7 +40,7 @@ LATENT_STAGES = 4
 WEIGHT_SLOTS = 2
 # Pipeline stages for an FP8 cache: blocks of converted rows, and blocks of FP8 rows.
 LATENT_FP8_STAGES, LATENT_FP8_RAW_STAGES = 2, 4
-# The most packed queries per request in hopper/latent_few.py.  They are the columns of the kernel's products.
+# The most packed queries (query heads) per request in hopper/latent_few.py: the columns of the kernel's products.
 LATENT_FEW_MAX_QUERIES = 16
 # Rows per block in hopper/latent_few.py.  They are the rows of the product.  Two blocks fill shared memory.
 LATENT_FEW_BLOCK_N = 64
@@ -47,7 +48,7 @@ LATENT_FEW_STAGES = 2
 
 
 def kv_block_rows(head_size: int) -> int:
-    """Returns the rows of K and V per block, so that shared memory holds at least MIN_STAGES blocks."""
+    """Returns the rows of K and V per block: so many that shared memory holds at least MIN_STAGES blocks."""
     return 64 if head_size <= MAX_REGISTER_HEAD_SIZE else 32
 
 
@@ -91,8 +92,7 @@ class HopperConfig:
     def registers(self, head_size: int) -> tuple[int, int]:
         """Returns registers per thread: (at launch, in attending warps after the other warps have released registers).
 
-        At launch the programs use all registers of the multiprocessor, up to the limit per thread.
-        """
+        At launch the programs use all registers of the multiprocessor, up to the limit per thread."""
         attend_warps, other_warps = 4 * self.warpgroups, (self.load_warps(head_size), self.convert_warps)
         warps = attend_warps + sum(count for count, _ in other_warps)
         other_registers = sum(count * registers for count, registers in other_warps)
@@ -106,7 +106,7 @@ class HopperConfig:
 def choose_hopper_config(
     gpu: Chip, packed_queries: int, num_work_items: int, head_size: int, page_size: int, is_fp8: bool = False
 ) -> HopperConfig | None:
-    """Return the launch configuration, or None if this chip cannot run the kernel or gains nothing.
+    """Return the launch configuration; None if this chip cannot run the kernel, or if the kernel would not be faster.
 
     packed_queries: queries times heads of one KV head.  num_work_items: number of work items if a tile has 128 packed
     queries.  is_fp8: whether rows are FP8.
@@ -136,8 +136,7 @@ def choose_hopper_config(
 def needs_block_counts(page_size: int, window: int, head_size: int) -> bool:
     """Whether contiguous blocks must be counted (kernels/attention/kv_splits.py).
 
-    If a page holds whole blocks, all blocks are contiguous.  With a window, the kernel uses no counts.
-    """
+    If a page holds whole blocks, all blocks are contiguous.  With a window, the kernel uses no counts."""
     return not window and page_size % kv_block_rows(head_size) > 0
 
 
@@ -145,8 +144,7 @@ def uses_tma(config: HopperConfig) -> bool:
     """Returns whether this launch copies contiguous blocks by TMA.
 
     Two attending warpgroups keep the multiprocessor busy, and copies by threads would slow them down.  A single
-    warpgroup waits for memory, which TMA does not make faster (docs/log.md).
-    """
+    warpgroup waits for memory, which TMA does not make faster (docs/log.md)."""
     return config.warpgroups == 2
 
 

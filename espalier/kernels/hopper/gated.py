@@ -1,12 +1,13 @@
-"""The gated linear layer of many rows on Hopper: silu(x · gateᵀ) · (x · upᵀ), in one persistent kernel.
+"""A gated linear layer for many rows on Hopper: silu(x · gateᵀ) · (x · upᵀ), in one persistent kernel.
 
-With the library, gate and up would be written to memory, and another launch would read them.  This would take 4% of the
-time of a prompt's products.
+With PyTorch's product, the results of gate and up would be written to memory, and another launch would read them.
+Writing and reading would take 4% of the time of a prompt's products.
 
 Grid: as many programs as multiprocessors.  A program computes tiles of [BLOCK_ROWS, BLOCK_OUT] results, one after
-another.  Its loading warps copy blocks of BLOCK_IN columns of x, gate and up by TMA, up to STAGES blocks ahead, across
-tiles.  Two multiplying warpgroups compute half of a tile's rows each; gate and up are one product.  For any number of
-rows, the kernel adds the products of a result in the same order, so a row's bits do not depend on other rows.
+another.  Its loading warps copy blocks of BLOCK_IN columns of x, gate and up by TMA.  They are up to STAGES blocks
+ahead of the multiplying warps, also across tiles.  Two multiplying warpgroups compute half of a tile's rows each.  One
+product has both the gate and the up columns.  For any number of rows, the kernel adds the products of a result in the
+same order, so a row's bits do not depend on other rows.
 Tolerance: see linear.py.
 """
 
@@ -24,19 +25,19 @@ from espalier.kernels.runtime.jit import gluon_kernel
 from espalier.kernels.runtime.launch import HOPPER, Chip, chip, is_aligned_for_copies, require, tma_descriptor
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 
-# The fewest rows, and the smallest share of busy multiprocessors, for which the kernel is faster than the library.
+# The fewest rows, and the smallest share of busy multiprocessors, for which the kernel beats PyTorch's product.
 MIN_ROWS, MIN_FILL = 257, 0.9
 BLOCK_ROWS, BLOCK_OUT, BLOCK_IN = 128, 128, 64
 # Pipeline stages.  The stages and the results of a tile fill the shared memory.
 STAGES = 4
 # Blocks of rows of x that are multiplied with the same weights, while these are in the L2.  More blocks would not fit.
 GROUP_ROW_BLOCKS = 8
-# Registers per thread: at launch, then in multiplying and in loading warps.
+# Registers per thread: at launch; later in the multiplying warps, and in the loading warps.
 LAUNCH_REGISTERS, MULTIPLY_REGISTERS, LOAD_REGISTERS = 168, 232, 40
 
 
 def supports_hopper_gated(x: Tensor, weight: Tensor, bias: Tensor | None, gpu: Chip) -> bool:
-    """Returns whether the kernel takes x [rows, in] and weight [2·out, in], gate over up."""
+    """Returns whether the kernel takes x [rows, in] and weight [2·out, in]: the rows of gate, then the rows of up."""
     if gpu.capability != HOPPER or x.dtype != torch.bfloat16 or bias is not None or len(x) < MIN_ROWS:
         return False
     # Rows of results are copied like rows of x, in multiples of 16 bytes.
@@ -44,7 +45,7 @@ def supports_hopper_gated(x: Tensor, weight: Tensor, bias: Tensor | None, gpu: C
 
 
 def fills_chip(num_rows: int, num_out: int, gpu: Chip) -> bool:
-    """Returns whether the tiles keep at least MIN_FILL of the chip busy.  If not, the library is faster."""
+    """Returns whether the tiles keep at least MIN_FILL of the chip busy.  If not, PyTorch's product is faster."""
     tiles = num_tiles(num_rows, num_out)
     return tiles >= MIN_FILL * gpu.processors * -(-tiles // gpu.processors)
 
@@ -62,7 +63,8 @@ class ProductSizes(NamedTuple):
 
 
 class BlockSizes(NamedTuple):
-    """Constexpr arguments: the sizes of a block, and how many blocks of rows share weights in the L2 (ROW_BLOCKS)."""
+    """Constexpr arguments: the rows, outputs and inputs of a block, and how many blocks of rows share weights in the L2
+    (ROW_BLOCKS)."""
 
     ROWS: Any
     OUT: Any
@@ -71,11 +73,10 @@ class BlockSizes(NamedTuple):
 
 
 class Stages(NamedTuple):
-    """Blocks in shared memory: x [stages, ROWS, IN]; weights [stages, 2 * OUT, IN], gate over up.
+    """Blocks in shared memory: x [stages, ROWS, IN]; weights [stages, 2 * OUT, IN], the rows of gate, then those of up.
 
     full: for each stage, the barrier for which the multiplying warps wait before they read.  empty: for each stage, the
-    barrier for which the loading warps wait before they write.
-    """
+    barrier for which the loading warps wait before they write."""
 
     x: Any
     weights: Any
@@ -191,11 +192,10 @@ def _hopper_gated_kernel(
 
 
 def hopper_gated(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
-    """Returns silu(x · gateᵀ) · (x · upᵀ) in `out`, or in a new tensor [rows, out].  weight: [2·out, in], gate over up.
+    """Returns silu(x · gateᵀ) · (x · upᵀ) in `out`, or in a new tensor [rows, out].  weight: [2·out, in], gate first.
 
-    bfloat16 on Hopper, with contiguous rows that are aligned to 16 bytes.  The reference is linear_gated.reference.
-    Raises EspalierError for other shapes, dtypes and layouts.
-    """
+    Supports bfloat16 on Hopper, with contiguous rows that are aligned to 16 bytes.  The reference is
+    linear_gated.reference.  Raises EspalierError for other shapes, dtypes and layouts."""
     (rows, num_in), num_out = x.shape, weight.shape[0] // 2
     require("gated linear: x", x, (rows, num_in), torch.bfloat16, x)
     require("gated linear: weight", weight, (2 * num_out, num_in), torch.bfloat16, x)

@@ -1,7 +1,8 @@
 """Warp-specialized attention over latent rows of 512 + 64 values, for Hopper.
 
 Work items, splits and masks are the same as in kernels/attention/latent_attention.py.  The loading warps copy each
-block of rows into shared memory once, for K and V.  Two warpgroups attend, and each sums one half of the columns of V.
+block of rows into shared memory once, for K and V.  Two warpgroups attend.  Each computes one half of the output's
+columns.
 """
 
 from typing import Any
@@ -41,8 +42,8 @@ LOAD_WARPS = 4
 # Registers per thread: at launch, in the second attending warpgroup, in the loading warps.  The first attending
 # warpgroup gets the remaining registers: 232 per thread.
 REGISTERS_AT_LAUNCH, VALUE_REGISTERS, LOAD_REGISTERS = 168, 200, 72
-# Loading warps and converting warps with FP8 rows.  The products of a warpgroup need 158 registers at launch, so a
-# program cannot have more warps than with two-byte rows.
+# Numbers of loading warps and of converting warps, if rows are FP8.  The products of a warpgroup need 158 registers at
+# launch, so a program cannot have more warps than with two-byte rows.
 FP8_LOAD_WARPS, CONVERT_WARPS = 2, 2
 
 
@@ -88,10 +89,10 @@ def _write_half(results, plan, work_item, out, factor, first_column, CONSTANTS: 
 def score_and_sum_left_half(
     q_shared, stages, exchange, plan, q_rows, unused_positions, ancestor_bits, results, scale, CONSTANTS: gl.constexpr,
 ):
-    """In the first warpgroup, compute the weights of all work items, and sum the left half of the columns of V.
+    """In the first warpgroup, compute the softmax weights of all work items, and the left half of the output's columns.
 
-    unused_positions: a placeholder for positions, which only layers with a window need.
-    """
+    exchange: the slots through which weights go to the second warpgroup.  unused_positions: a placeholder for
+    positions, which only layers with a window need."""
     HEADS: gl.constexpr = CONSTANTS.GROUP_SIZE
     HALF: gl.constexpr = CONSTANTS.OUT_SIZE
     SCORE_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CONSTANTS.BLOCK_N, 16])
@@ -141,7 +142,7 @@ def score_and_sum_left_half(
 
 @gluon_kernel
 def sum_right_half(stages, exchange, plan, unused_positions, results, CONSTANTS: gl.constexpr):
-    """In the second warpgroup, sum the right half of the columns of V, with the first warpgroup's weights."""
+    """In the second warpgroup, compute the right half of the output's columns, with the first warpgroup's weights."""
     HALF: gl.constexpr = CONSTANTS.OUT_SIZE
     OUT_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     weight_slots, decay_slots = exchange.tiles

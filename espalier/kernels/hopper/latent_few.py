@@ -45,8 +45,7 @@ REGISTERS_AT_LAUNCH, LOAD_REGISTERS = 200, 152
 def _visible_rows(block_number, plan, blocks, ancestor_bits_ptr, KEY_LAYOUT: gl.constexpr, CONSTANTS: gl.constexpr):
     """Returns [BLOCK_N] bool: the rows of a block that the request's only query sees.
 
-    ancestor_bits_ptr: the ancestor bits of this query.
-    """
+    ancestor_bits_ptr: the ancestor bits of this query."""
     BLOCK_N: gl.constexpr = CONSTANTS.BLOCK_N
     offset = gl.arange(0, BLOCK_N, layout=KEY_LAYOUT)
     if block_number < blocks.num_committed:
@@ -68,7 +67,8 @@ def _attend_work_item(
     q_shared, weight_shared, stages, blocks_done, plan, blocks, ancestor_bits_ptr, scale,
     CONSTANTS: gl.constexpr, SCORE_LAYOUT: gl.constexpr,
 ):
-    """Attend to one work item.  Returns (left half of out [OUT_SIZE, 16], right half, max_score, sum_weights)."""
+    """Attend to one work item.  Returns (left half of out [OUT_SIZE, 16], right half, max_score, sum_weights).
+    weight_shared: a buffer in shared memory for a block's softmax weights."""
     HALF: gl.constexpr = CONSTANTS.OUT_SIZE
     BLOCK_N: gl.constexpr = CONSTANTS.BLOCK_N
     COLUMNS: gl.constexpr = q_shared[0].shape[0]

@@ -32,7 +32,7 @@ from espalier.kernels.runtime.jit import gluon_kernel
 def _load_page_ids(
     page_table, first_position, end_position, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, ROW_LAYOUT: gl.constexpr
 ):
-    """Load the pages of BLOCK_N positions from first_position, a multiple of BLOCK_N: a scalar if it is one page."""
+    """Load the page ids of BLOCK_N positions from first_position, a multiple of BLOCK_N; a scalar if it is one page."""
     if PAGE_SIZE % BLOCK_N == 0:
         page = gl.load(page_table + first_position // PAGE_SIZE, mask=first_position < end_position, other=0)
     else:
@@ -77,8 +77,7 @@ def _element_offset(row_offset, stride, FITS_32_BITS: gl.constexpr):
     """Returns row_offset times the stride of a row.
 
     FITS_32_BITS: whether the product fits in 32 bits.  If not, the factors are extended from 32 bits, because such a
-    product takes one instruction, and a product of 64-bit factors takes three.
-    """
+    product takes one instruction, and a product of 64-bit factors takes three."""
     if FITS_32_BITS:
         product = row_offset * stride
     else:
@@ -107,8 +106,7 @@ def _load_block(
 ):
     """Start the copies of a block: committed rows from position `first_position` on `page`, or staged rows.
 
-    Rows past the end of the committed or of the staged rows, or below `prefix_begin`, are not read: they may be NaN.
-    """
+    Rows past the end of the committed or of the staged rows, or below `prefix_begin`, are not read: they may be NaN."""
     ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, LOAD_LAYOUT)
     BLOCK_N: gl.constexpr = CONSTANTS.BLOCK_N
     FITS_32_BITS: gl.constexpr = CONSTANTS.PAGE_SIZE % BLOCK_N == 0
@@ -141,7 +139,7 @@ def _load_contiguous(
     """Copy `num_blocks` contiguous blocks from `position` on by TMA.  Returns blocks_done + num_blocks."""
     BYTES: gl.constexpr = stages.tiles[0].dtype.primitive_bitwidth // 8
     PAGE_SIZE: gl.constexpr = CONSTANTS.PAGE_SIZE
-    # The next block's page is loaded before the wait for a stage.  After the last block, its own page is loaded again.
+    # The next block's page is loaded before the wait for a stage.  The last iteration loads the last page again.
     page = gl.load(page_table + position // PAGE_SIZE, mask=num_blocks > 0, other=0)
     for _ in range(num_blocks):
         row = page.to(gl.int32) * PAGE_SIZE + position % PAGE_SIZE
@@ -151,8 +149,8 @@ def _load_contiguous(
         stage = stage_of(stages, blocks_done)
         full = stages.full.index(stage)
         # `full` counts one arrival of every loading thread, as with cp.async.  Here one thread makes all arrivals: the
-        # first with the expected bytes, the others by count.  So all warps must be in the same iteration.  A barrier
-        # that the compiler puts in this loop ensures this (tests/kernels/test_compiled.py).
+        # first together with the number of expected bytes, the others by a count.  So all warps must be in the same
+        # iteration.  A barrier that the compiler puts in this loop ensures this (tests/kernels/test_compiled.py).
         hopper.mbarrier.expect(full, CONSTANTS.BLOCK_N * CONSTANTS.ROW_SIZE * BYTES)
         hopper.mbarrier.arrive(full, count=32 * CONSTANTS.LOAD_WARPS - 1)
         for i in gl.static_range(len(descriptors)):
@@ -179,8 +177,7 @@ def load_work_items(
     """Load the blocks of all work items of a program.
 
     committed, staged: RowPtrs for each tile of a stage.  descriptors: the TMA descriptor of the committed rows, for
-    each tile.  The tiles are K and V, or the three tiles of a latent row.
-    """
+    each tile.  The tiles are K and V, or the three tiles of a latent row."""
     BLOCK_N: gl.constexpr = CONSTANTS.BLOCK_N
     # A thread copies 16 bytes.
     VALUES: gl.constexpr = 128 // stages.tiles[0].dtype.primitive_bitwidth

@@ -2,8 +2,8 @@
 
 The results equal those of nibble_dot (quantised_nibbles.py) to the bit, but the instructions differ.  In nibble_dot the
 four warps of a warpgroup multiply together.  A program decodes the weights of a step, then multiplies, then waits for
-the product.  Here each warp multiplies alone, with the older instruction for 16 × 8 × 16 numbers.  A warp does not wait
-for a product, so it decodes the next weights meanwhile.  Up to 8 rows of inputs take half of the work of 16 rows.
+the product.  Here each warp multiplies alone, with the older instruction mma.m16n8k16.  A warp does not wait for its
+product, so it decodes the next weights meanwhile.  A tile of 8 rows of inputs takes half of the work of 16 rows.
 """
 
 from typing import Any, NamedTuple
@@ -47,7 +47,7 @@ def weight_rows_of_block(block_index, num_out, IS_GATED: gl.constexpr, LAYOUT: g
     if IS_GATED:
         w_rows = gl.minimum(block_index * 32 + row // 16 * 8 + row % 8, num_out - 1) + row % 16 // 8 * num_out
     else:
-        # Rows past the end become the last row; their results are not stored.
+        # Rows past the end are replaced by the last row; their results are not stored.
         w_rows = gl.minimum(block_index * 64 + row, num_out - 1)
     return w_rows
 
@@ -67,7 +67,7 @@ def _split_columns(words):
 
 @gluon_kernel
 def _low_halves(words):
-    """Returns the low halves of uint32, as bfloat16."""
+    """Returns the low halves of uint32 words, as bfloat16."""
     return (words & 0xFFFF).to(gl.uint16).to(gl.bfloat16, bitcast=True)
 
 
@@ -76,8 +76,7 @@ def _multiply_add_pair(bits, factor, offset, FACTOR_HALF: gl.constexpr):
     """Return number · factor + offset for the two numbers in each uint32, as bfloat16 [..., 2].
 
     FACTOR_HALF: "both": each number is multiplied by the half of `factor` in the same place.  "low", "high": both
-    numbers are multiplied by this half.
-    """
+    numbers are multiplied by this half."""
     PAIR: gl.constexpr = "low, high" if FACTOR_HALF == "both" else FACTOR_HALF + ", " + FACTOR_HALF
     both = gl.inline_asm_elementwise(
         "{ .reg .b16 low, high; .reg .b32 f; mov.b32 {low, high}, $2; mov.b32 f, {" + PAIR + "};"
@@ -110,8 +109,7 @@ def _decode_int4(w, offset, A_LAYOUT: gl.constexpr):
 def _decode_e2m1(w, factors, FIRST_HALF: gl.constexpr, SECOND_HALF: gl.constexpr, A_LAYOUT: gl.constexpr):
     """Decode 64 columns of E2M1, see quantised_nibbles.py:_decode_e2m1.
 
-    FIRST_HALF, SECOND_HALF: the half of `factors` that holds the factor of a word's first and last 16 columns.
-    """
+    FIRST_HALF, SECOND_HALF: the half of `factors` that holds the factor of a word's first and last 16 columns."""
     zero = w & 0 | 0x80008000
     first = _multiply_add_pair(w & 0x81C081C0, factors, zero, FIRST_HALF)
     second = _multiply_add_pair((w << 4) & 0x81C081C0, factors, zero, FIRST_HALF)
@@ -162,8 +160,7 @@ def _copy_codes(buffers, stage, matrix, offsets, first_column, row_words, CODE: 
     """Start to copy the weights' codes: the words of columns first_column .. first_column + 255, and for E2M1 their
     scales.
 
-    offsets: (offsets of words, offsets of scales) in the matrix, for columns 0 .. 255.
-    """
+    offsets: (offsets of words, offsets of scales) in the matrix, for columns 0 .. 255."""
     words, scales = offsets
     if EVEN_IN:
         source = matrix.words + first_column // 8 + words
@@ -181,6 +178,7 @@ def _copy_codes(buffers, stage, matrix, offsets, first_column, row_words, CODE: 
 
 @gluon_kernel
 def _copy_inputs(buffers, stage, x_ptr, offsets, row_exists, first_column, num_in, EVEN_IN: gl.constexpr):
+    """Start to copy columns first_column .. first_column + 255 of x.  offsets: of columns 0 .. 255 in x."""
     if not EVEN_IN:
         column = gl.expand_dims(first_column + gl.arange(0, 256, layout=gl.SliceLayout(0, offsets.type.layout)), 0)
         row_exists = row_exists & (column < num_in)
@@ -216,6 +214,7 @@ def _load_word_pieces(buffers, stage):
 
 @gluon_kernel
 def _multiply_piece(weights, x, piece: gl.constexpr, partial_sum):
+    """Add the product of weights with columns 64 · piece .. 64 · piece + 63 of x to partial_sum."""
     B: gl.constexpr = gl.DotOperandLayout(1, partial_sum.type.layout, 2)
     return hopper.mma_v2(weights, x.slice(64 * piece, 64, 0).load(B), partial_sum)
 

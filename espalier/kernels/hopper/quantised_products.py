@@ -18,7 +18,7 @@ from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_wait
 
 def weight_pointers(weight: QuantisedMatrix) -> tuple[Tensor, Tensor, Tensor | None]:
     """Returns (words of codes, scales, zero points or None).  For E2M1, a word of scales holds four scales.  For NVFP4,
-    the factors of the rows stand in the place of zero points."""
+    the third result is the factors of the rows instead."""
     scales = weight.scales.view(torch.int32) if weight.code in E2M1_CODES else weight.scales
     return weight.codes.view(torch.int32), scales, weight.row_scales if weight.code == "nvfp4" else weight.zeros
 

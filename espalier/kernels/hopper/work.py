@@ -1,12 +1,12 @@
-"""Common code of the Hopper kernels' warps: groups of arguments, stages in shared memory, and work items.
+"""Code that all warps of the Hopper attention kernels share: groups of arguments, stages in shared memory, work items.
 
 Every group of warps processes all work items of a program in the same order.  So all groups give a block the same
-number, which determines the block's stage and the phase of the stage's barriers.
+number.  This number determines the block's stage and the phase of the stage's barriers.
 
-No group waits forever.  For each block 0 .. num_blocks - 1 of a work item, its writers wait once at `empty` and
-complete `full` once.  Each group that reads the block waits once at `full` and arrives once at `empty`.  A group that
-waits for a block holds at most the two blocks before it, so three stages suffice.  With two stages, the group releases
-one of these blocks before it waits.
+No group waits forever.  For each block of a work item, the warps that write the block wait once at `empty` and complete
+`full` once.  Each group that reads the block waits once at `full` and arrives once at `empty`.  A group that waits for
+a block holds at most the two blocks before it, so three stages suffice.  With two stages, the group releases one of
+these blocks before it waits.
 """
 
 from typing import Any, NamedTuple
@@ -24,7 +24,9 @@ class HopperConstexprs(NamedTuple):
     Each row of a block is divided among tiles.  WIDTHS: for each tile, how many values of a row it holds.  COLUMNS: for
     each tile, the first of these values.  ROW_SIZE: the sum of WIDTHS.  OUT_SIZE: how many output values per query an
     attending warpgroup computes.
-    SAME_STRIDES: whether committed rows of all tiles have the same stride.  TMA_BLOCKS, STAGED_KIND: see work_items.py.
+    GROUP_SIZE: query heads per KV head.  BLOCK_M: packed queries per query tile.  BLOCK_N: rows per block.
+    LONGEST_FIRST: see split_of_work_item.  LOAD_WARPS, CONVERT_WARPS: numbers of warps.  SAME_STRIDES: whether
+    committed rows of all tiles have the same stride.  TMA_BLOCKS, STAGED_KIND: see work_items.py.
     RAW_STAGES: number of stages of FP8 rows, which extra warps convert into the attended stages; 0 for other rows.
     USE_PDL: see kernels/runtime/pdl.py.
     """
@@ -62,8 +64,7 @@ class Stages(NamedTuple):
     """Blocks of rows in shared memory.
 
     tiles: for each tile of a block, a buffer with all stages.  full: for each stage, the barrier that completes when
-    the stage may be read.  empty: for each stage, the barrier that completes when the stage may be written.
-    """
+    the stage may be read.  empty: for each stage, the barrier that completes when the stage may be written."""
 
     tiles: Any
     full: Any
@@ -74,10 +75,10 @@ class WorkItemBlocks(NamedTuple):
     """The blocks of a work item.
 
     The first num_committed blocks hold the committed rows begin_committed .. end_committed, see count_committed_blocks
-    (work_items.py).  The other blocks hold the staged rows begin_staged .. end_staged; only the last split of
-    a request has them.  num_blocks is at least one.
-    num_lower: how many first blocks contain positions below `first_position`.  num_unmasked: how many of the next
-    blocks need no mask.
+    (work_items.py).  The other blocks hold the staged rows begin_staged .. end_staged; only a request's last split has
+    staged rows.  num_blocks is at least one.
+    num_lower: how many blocks, from the first on, contain positions below `first_position`.  num_unmasked: how many
+    blocks after these need no mask.
     """
 
     begin_committed: Any

@@ -1,4 +1,4 @@
-"""The activation of an MLP: a kernel that computes it alone, and the functions that other kernels call.
+"""The activation of an MLP: a kernel that computes only the activation, and functions that other kernels call.
 
 Grid: (rows, blocks of BLOCK columns), or (rows, 1) if rows are rounded to FP8.  Kernels compute in float32
 (float64 for float64).
@@ -34,8 +34,7 @@ def apply_activation(
 ):  # fmt: skip
     """Returns the activation (ops/activation.py:Activation), in the dtype of gate and up.
 
-    For an activation without a gate, the caller passes up as `gate` too.  NaN stays NaN (tl.minimum would drop it).
-    """
+    For an activation without a gate, the caller passes up as `gate` too.  NaN stays NaN (tl.minimum would drop it)."""
     if LIMIT is not None:
         gate = tl.where(gate > LIMIT, LIMIT, gate)
         up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
@@ -58,7 +57,8 @@ def _activation_kernel(
     ACC_DTYPE: tl.constexpr, GROUP_COLUMNS: tl.constexpr, FP8_MAX: tl.constexpr, BLOCK: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """rounded_values_ptr: if not None, a program rounds a whole row to FP8 in groups of GROUP_COLUMNS columns."""
+    """x_ptr: gate and up, or partial sums of them.  rounded_values_ptr: if not None, a program rounds a whole row to
+    FP8, in groups of GROUP_COLUMNS columns."""
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     pdl_trigger_and_wait(USE_PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -87,8 +87,7 @@ def gated_activation(gate_up: Tensor, activation: Activation = SILU) -> Tensor:
     """Returns the activation of gate_up, see ops/activation.py.  The result is rounded once, at the end.
 
     Tolerance: PyTorch and transformers also round silu(gate), which changes a result by 1 ulp, or by 2 ulps at a tie.
-    For GELU, 1 ulp plus 2^-22 of gate · up, because the argument of the exponential is a rounded cubic.
-    """
+    For GELU, 1 ulp plus 2^-22 of gate · up, because the argument of the exponential is a rounded cubic."""
     require("gated: gate_up", gate_up, (-1, -1), None, gate_up)
     out = activate_partial_sums(gate_up[None], gate_up.dtype, activation)
     assert isinstance(out, Tensor)

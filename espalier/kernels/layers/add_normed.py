@@ -29,10 +29,9 @@ def _add_normed_kernel(
     EPS_1: tl.constexpr, EPS_2: tl.constexpr, FIRST_SPLITS: tl.constexpr, SECOND_SPLITS: tl.constexpr,
     SCALE: tl.constexpr, ROW_SIZE: tl.constexpr, ACC_DTYPE: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """first, second: the outputs of blocks.  FIRST_SPLITS, SECOND_SPLITS: the number of their partial sums.
+    """x: the residual.  first, second: the outputs of blocks.  *_SPLITS: the number of partial sums.
 
-    second_output_ptr, output_weight_ptr, out_ptr, out_1_ptr, out_2_ptr: None if there is no such tensor.
-    """
+    second_output_ptr, output_weight_ptr, out_ptr, out_1_ptr, out_2_ptr: None if there is no such tensor."""
     DTYPE: tl.constexpr = sum_ptr.dtype.element_ty
     pdl_trigger(USE_PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -66,7 +65,7 @@ def _add_normed_kernel(
     if SCALE != 1.0:
         x = (x * SCALE).to(DTYPE).to(ACC_DTYPE)
     total = (x + added).to(DTYPE)
-    # evict_last: the next norm reads the sum again, after a linear's weights have passed through the L2.
+    # evict_last, because the next norm reads the sum again, after a linear layer's weights have passed through the L2.
     tl.store(sum_ptr + row * ROW_SIZE + column, total, mask=mask, eviction_policy="evict_last")
     x = total.to(ACC_DTYPE)
     if out_ptr is not None:

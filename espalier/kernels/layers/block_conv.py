@@ -1,16 +1,16 @@
-"""The convolutions of a DFlash 2 draft: a few taps over a row of a block and the rows before it.
+"""The convolutions of a DFlash 2 draft.  Each sums a few rows of a block: the row itself and the rows before it.
 
 Row i of a block becomes the sum over taps t of row i - t times (base[t] + delta[t]).  Rows before the block count as
 zeros.  `base` has a coefficient for each channel.  `delta` has a coefficient for each group of adjacent channels: the
 product of row i of the sublayer's input with a matrix.  Half of the matrix rows are for the convolution of the input,
 the other half for the convolution of the output.
-One launch computes the product and the input's convolution.  Grid: (tiles of rows, blocks of groups).  A program
+`block_conv` computes the product and the input's convolution.  Grid: (tiles of rows, blocks of groups).  A program
 multiplies its rows with the matrix rows of its groups, and convolves the channels of these groups.
 
 Tolerance: the product has the tolerance of linear.py and is rounded.  The float32 convolution is rounded once.
 
-Another launch computes the output's convolution, the residual addition and the next norm.  Grid: one program per row,
-which holds the whole row in registers and reads the output's rows of all taps.
+`block_conv_norm` computes the output's convolution, the residual addition and the next norm.  Grid: one program per
+row, which holds the whole row in registers and reads the output's rows of all taps.
 
 Tolerance: the sublayer's output is summed from its parts and rounded, convolved in float32 (float64 for float64), and
 rounded before the addition.  The addition and the norm are computed as in kernels/layers/norm.py.
@@ -28,11 +28,13 @@ from espalier.kernels.runtime.jit import kernel, load_sum
 from espalier.kernels.runtime.launch import acc_dtype, chip, next_power_of_2, require, warps_for
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 
-# Per program: the rows (the fewest that tensor cores support), the groups, and the columns of a step of the product.
+# Per program of block_conv: its rows (the fewest that tensor cores support), its groups, and the columns of one step of
+# the product.
 ROWS, GROUPS, COLUMNS = 16, 8, 128
 
 
 def block_conv(x: Tensor, weight: Tensor, base_taps: Tensor, block_width: int) -> tuple[Tensor, Tensor]:
+    """The launcher of ops/drafts.py:block_conv.  base_taps: [taps, H].  block_width: rows of a block."""
     if x.dtype == torch.float64:
         # Triton has no float64 product.
         return contract.reference(x, weight, base_taps, block_width)
@@ -107,6 +109,7 @@ def block_conv_norm(
     eps: float,
     block_width: int,
 ) -> tuple[Tensor, Tensor]:
+    """The launcher of ops/drafts.py:block_conv_norm.  delta: the sublayer's output, which is convolved."""
     rows, size = residual.shape
     _, taps, groups = coefficients.shape
     partial_sums = delta if delta.ndim == 3 else delta[None]
@@ -139,6 +142,7 @@ def _block_conv_norm_kernel(
     EPS: tl.constexpr, ROW_SIZE: tl.constexpr, GROUPS: tl.constexpr, TAPS: tl.constexpr, SPLITS: tl.constexpr,
     ACC_DTYPE: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
+    """delta_ptr: the sublayer's output.  coefficients_ptr: [rows, TAPS, GROUPS].  SPLITS: partial sums of delta."""
     pdl_trigger_and_wait(USE_PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)

@@ -1,7 +1,8 @@
 """Matrices in the block formats of GGUF files (llama.cpp), stored byte for byte as in the file.
 
 A block holds 32 or 256 neighbouring values of a row: integers of 4 to 8 bits and one or two float16 scales.  A block of
-256 values also has a small scale for each group.  A value is scale · integer - minimum.  See linear_blocks.py.
+256 values also has a small scale for each group of 16 or 32 values.  A value is scale · integer - minimum.  See
+linear_blocks.py.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,8 +23,7 @@ class BlockType:
     """One block format.
 
     gguf_type: the number of the tensor type in GGUF.  block_values: values per block.  block_bytes: bytes per block.
-    group_values: values that share a scale.  decode: decodes blocks, given as uint8 [blocks, block_bytes].
-    """
+    group_values: values that share a scale.  decode: decodes blocks, given as uint8 [blocks, block_bytes]."""
 
     name: str
     gguf_type: int
@@ -33,7 +33,7 @@ class BlockType:
     decode: Callable[[Tensor], DecodedBlocks]
 
     def row_bytes(self, num_columns: int) -> int:
-        """Returns bytes of a row of `num_columns` values, a multiple of `block_values`."""
+        """Returns the bytes of a row of `num_columns` values.  num_columns must be a multiple of `block_values`."""
         return num_columns // self.block_values * self.block_bytes
 
 
@@ -77,15 +77,14 @@ def _unpack_integers(block_bytes: Tensor, bits: int, run_bytes: int) -> Tensor:
     """Unpack integers of `bits` bits: uint8 [blocks, bytes] -> [blocks, values].
 
     In each run of `run_bytes` bytes, the lowest bits hold the first `run_bytes` values, the next higher bits the next
-    `run_bytes` values, and so on.
-    """
+    `run_bytes` values, and so on."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=block_bytes.device)
     shifted = block_bytes.unflatten(1, (-1, 1, run_bytes)) >> shifts.view(1, 1, -1, 1)
     return (shifted & (1 << bits) - 1).flatten(1)
 
 
 def _decode_blocks_of_32(block_bytes: Tensor, has_minimum: bool, has_fifth_bit: bool) -> DecodedBlocks:
-    """Decode Q4_0, Q4_1, Q5_0, Q5_1.  A block: scale, minimum (if any), fifth bits (if any), lower four bits."""
+    """Decode Q4_0, Q4_1, Q5_0, Q5_1.  A block holds: scale, minimum (if any), fifth bits (if any), lower four bits."""
     offset = 4 if has_minimum else 2
     zero_point = 16 if has_fifth_bit else 8
     if has_fifth_bit:
@@ -120,7 +119,7 @@ def _unpack_k_scales(block_bytes: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _decode_blocks_of_256(block_bytes: Tensor, has_fifth_bit: bool) -> DecodedBlocks:
-    """Decode Q4_K, Q5_K.  A block: scale of the scales, scale of the minima, scales and minima, fifth bits, rest."""
+    """Decode Q4_K, Q5_K.  A block: scale of scales, scale of minima, scales and minima, fifth bits, lower four bits."""
     scales, minima = _unpack_k_scales(block_bytes[:, 4 : 4 + K_QUANT_SCALE_BYTES])
     offset = 4 + K_QUANT_SCALE_BYTES
     integers = _unpack_integers(block_bytes[:, offset + (32 if has_fifth_bit else 0) :], 4, 32)

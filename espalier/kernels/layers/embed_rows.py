@@ -1,7 +1,8 @@
-"""The input rows of a model in one launch: look up token embeddings and the cos and sin of their positions.
+"""Makes the input rows of a model in one launch: looks up token embeddings, and cos and sin of the positions.
 
-For an EAGLE draft model, x is [normed embedding, normed hidden state of the parent row].  Grid: (rows, 1 or 2).  The
-first program of a row looks up embedding, cos and sin.  For a draft, a second program norms the hidden state.
+For an EAGLE draft model, a row of x is the normed embedding, then the normed hidden state of the parent row.  Grid:
+(rows, 1 or 2).  The first program of a row looks up embedding, cos and sin.  For a draft, a second program norms the
+hidden state.
 """
 
 import torch
@@ -20,6 +21,7 @@ from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 def embed_rows(
     tokens: Tensor, positions: Tensor, tables: EmbeddingTables, draft: DraftHidden | None = None
 ) -> tuple[Tensor, Tensor, Rotation, Tensor]:
+    """The launcher of ops/drafts.py:embed_rows.  draft: the hidden states that the rows read; None for a target."""
     batch, queries = tokens.shape
     embed, cos = tables.embed, tables.cos
     (size, rotary), count = (embed.shape[1], cos.shape[1]), batch * queries
@@ -77,6 +79,7 @@ def _embed_rows_kernel(
     HAS_DRAFT: tl.constexpr, NORMED_RESIDUAL: tl.constexpr, ACC_DTYPE: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_R: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
+    """queries: rows per request.  parents_ptr: the row of `hidden` for each row.  live_ptr: gets whether token >= 0."""
     pdl_trigger_and_wait(USE_PDL)
     row = tl.program_id(0).to(tl.int64)
     b, q = row // queries, row % queries

@@ -12,8 +12,8 @@ For few rows the tiles of shared experts run in the same two launches (experts_t
 4-bit experts run in the kernels of hopper/quantised_products.py, with the same bits.
 
 This file does not sum the K results of a row.  The next norm adds them in float32: first the results of choices 0 to
-K - 1, then those of the shared experts' pieces.  The order is the same in every batch.  Below, a pair's place is the
-pair's index in the sorted order; without a sort, place and pair are the same.
+K - 1, then those of the shared experts' pieces.  The order is the same in every batch.  In this file, the place of a
+pair is its index in the sorted order.  Without a sort, place and pair are the same number.
 """
 
 from typing import Any
@@ -68,7 +68,8 @@ def dense_gate_and_up(
     """Returns (gate, up), [BLOCK_OUT, ROWS] each: the products with rows of x [ROWS, num_in].
 
     x_ptrs [BLOCK_IN, ROWS] and gate_ptrs [BLOCK_OUT, BLOCK_IN] point to the first BLOCK_IN columns.  up_offset: the
-    distance from a gate pointer to its up pointer.  If NUM_MATRICES is 1, there is no gate matrix, and gate is up.
+    distance from the pointer to a value of gate to the pointer to the same value of up.  If NUM_MATRICES is 1, there is
+    no gate matrix, and gate is up.
     """
     if NUM_MATRICES == 1:
         up = dense_product(x_ptrs, gate_ptrs, row_exists, num_in, num_in, ROWS, BLOCK_OUT, BLOCK_IN, EVEN_IN, ACC_DTYPE)
@@ -100,7 +101,7 @@ def dense_product(
     x_ptrs, w_ptrs, row_exists, num_in, k_end,
     ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN_IN: tl.constexpr, ACC_DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Returns one product [BLOCK_OUT, ROWS], see dense_gate_and_up.  k_end: num_in, or 0 to return zeros."""
+    """Returns the product [BLOCK_OUT, ROWS] of one matrix, see dense_gate_and_up.  k_end: num_in; 0 returns zeros."""
     ks = tl.arange(0, BLOCK_IN)
     acc = tl.zeros((BLOCK_OUT, ROWS), ACC_DTYPE)
     for k in range(0, k_end, BLOCK_IN):
@@ -130,12 +131,12 @@ def _gated_kernel(
     HAS_LIVE: tl.constexpr, ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN_IN: tl.constexpr,
     ACC_DTYPE: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write activations to out [(K + NUM_PIECES) · N, num_out]: of sorted pairs, then of the shared experts' pieces.
+    """Write activations to out [(K + NUM_PIECES) · N, num_out]: first those of the sorted pairs, then those of the
+    shared experts' pieces.
 
     w: [E, NUM_MATRICES · num_out, num_in]; bias: [E, NUM_MATRICES · num_out].  EVEN_IN: BLOCK_IN divides num_in.
-    shared: [2 · NUM_PIECES · num_out, num_in], of which PREFETCHED_COLUMNS are prefetched; None without pieces.
-    CODE: None for dense experts.  For quantised experts, CODE to INPUT_GROUP_SIZE are arguments of quantised_dot.
-    """
+    shared: [2 · NUM_PIECES · num_out, num_in], of which PREFETCHED_COLUMNS columns are prefetched; None: no pieces.
+    CODE: None for dense experts.  For quantised experts, CODE to INPUT_GROUP_SIZE are arguments of quantised_dot."""
     column, ks = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT), tl.arange(0, BLOCK_IN)
     if NUM_PIECES > 0 and USE_PDL:
         prefetch_shared_piece(shared_ptr, column, num_out, num_in, NUM_PIECES, BLOCK_OUT, PREFETCHED_COLUMNS)
@@ -154,7 +155,7 @@ def _gated_kernel(
     # Columns past the end read the last column; their results are not stored.
     w_row = expert * NUM_MATRICES * num_out + tl.minimum(column, num_out - 1)
     if bias_ptr is not None and (USE_PDL and not IS_SORTED):
-        # If each pair is a tile, too few programs run to hide the latency of loading biases.
+        # If each pair is a tile, too few programs run to hide the latency of loading biases, so the bias is prefetched.
         prefetch(bias_ptr + w_row)
         prefetch(bias_ptr + w_row + (NUM_MATRICES - 1) * num_out)
     if CODE is None:
@@ -203,10 +204,9 @@ def _down_kernel(
 ):  # fmt: skip
     """Write weight · (x · wᵀ + bias [E, num_out]) to out [K + NUM_PIECES, N, num_out], and 0 for rows without experts.
 
-    x: [(K + NUM_PIECES) · N, num_in], in order of place.  EVEN_IN, CODE: as in _gated_kernel.
+    num_rows: N.  x: [(K + NUM_PIECES) · N, num_in], in order of place.  EVEN_IN, CODE: as in _gated_kernel.
     shared: [num_out, NUM_PIECES · num_in].  The routing weight of shared pieces is 1.
-    PREFETCHED_LINES: L2 lines of each weight row's codes that are prefetched before the wait, a power of two.
-    """
+    PREFETCHED_LINES: L2 lines of each weight row's codes that are prefetched before the wait, a power of two."""
     pdl_trigger(USE_PDL)
     tile, expert = tile_and_expert(tile_experts_ptr, live_ptr, top_k, num_experts, NUM_PIECES, IS_SORTED, HAS_LIVE)
     column, ks = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT), tl.arange(0, BLOCK_IN)
@@ -268,11 +268,11 @@ def grouped_experts(
     shared_experts: SharedExperts | None = None,
     plan: ExpertsPlan | None = None,
 ) -> Tensor:
-    """See ops/experts.py.  x is bfloat16, float16, float32 (IEEE products) or float64; weights and biases contiguous.
+    """See ops/experts.py.  x is bfloat16, float16, float32 (IEEE products) or float64; weights and biases are
+    contiguous.
 
     If the plan is the same, the bits of a row do not depend on the other rows.
-    Raises EspalierError on other shapes, dtypes or strides.
-    """
+    Raises EspalierError on other shapes, dtypes or strides."""
     num_rows, hidden = input_values(x).shape
     _check_arguments(x, gate_up, down, expert_ids, routing_weights, biases, activation)
     gate_up_bias, down_bias = (None, None) if biases is None else (biases.gate_up, biases.down)
@@ -301,7 +301,7 @@ def launch_gate_and_up(
     activation: Activation = SILU,
     shared_experts: SharedExperts | None = None,
 ) -> Tensor:
-    """Returns the activations [N · (K + S), inner size]: of the sorted pairs, then of the shared experts' S pieces."""
+    """Returns activations [N · (K + S), inner size]: of the sorted pairs, then of the shared experts' S pieces."""
     num_rows, (num_experts, num_w_rows, hidden), num_matrices = len(x), gate_up.shape, activation.num_matrices
     inner = num_w_rows // num_matrices
     operands, constants = _product_operands(x, gate_up)
@@ -340,7 +340,7 @@ def launch_down(
     num_extra_parts: int = 0,
     shared_experts: SharedExperts | None = None,
 ) -> Tensor:
-    """Returns the weighted results [K + S + num_extra_parts, N, H]: of a row's K choices and the shared experts' S
+    """Returns [K + S + num_extra_parts, N, H]: the weighted results of a row's K choices, then of the shared experts' S
     pieces.  The caller writes the last num_extra_parts."""
     num_experts, hidden, inner = down.shape
     num_rows, top_k = routing_weights.shape

@@ -1,10 +1,10 @@
-"""Plans of the expert product (experts.py): launch parameters, the plans worth measuring, a rule for other sizes.
+"""Plans (launch parameters) of the expert product (experts.py): the plans to measure, a rule for unmeasured sizes.
 
 A plan depends on the mean number of pairs (row, choice) per expert.  With few pairs, each program streams weights, and
 enough programs must run to keep the memory busy.  With many pairs, tensor cores are the limit.
 
-Quantised experts share the inner loop of quantised linear layers.  No plans are measured for them, so they take plans
-by the rule of these layers, with at least one tile for each expert that has rows.
+Quantised experts share the inner loop of quantised linear layers.  No plans are measured for quantised experts.  They
+take plans by the rule of these layers, with at least one tile for each expert that has rows.
 """
 
 import logging
@@ -48,7 +48,7 @@ TILE_ROWS_BY_PAIRS: tuple[tuple[float, tuple[int, ...]], ...] = (
     (64, (32, 64, 128)),
     (float("inf"), (64, 128)),
 )
-# The upper bounds of TILE_ROWS_BY_PAIRS.  A table has one plan for each bucket.
+# The upper bounds of the buckets: numbers of pairs per expert that have the same plan.
 PAIRS_BUCKETS = tuple(bound for bound, _ in TILE_ROWS_BY_PAIRS)
 # (most rows of a tile, the tiles (block_out, block_in, warps) and the numbers of stages that are worth measuring).
 CANDIDATE_TILES = (
@@ -72,7 +72,7 @@ CANDIDATE_TILES = (
 )
 # The fewest stages that keep the memory busy.
 MIN_STAGES = 3
-# Programs per multiprocessor that keep the memory busy.  The rule takes smaller tiles until the grid has this many.
+# Programs per multiprocessor that keep the memory busy.  The rule makes tiles smaller until the grid has this many.
 MIN_PROGRAMS_PER_PROCESSOR = 2
 # The most rows of a tile with 4-bit weights.  Larger tiles are 6 to 25% slower, because more of an
 # expert's last tile is empty (docs/log.md).
@@ -105,12 +105,12 @@ class ExpertsShape:
 
     @property
     def matrix_size(self) -> tuple[int, int]:
-        """Returns (hidden_size, inner_size)."""
+        """The key (hidden_size, inner_size) of tuning tables."""
         return self.hidden_size, self.inner_size
 
     @property
     def expert_bytes(self) -> int:
-        """The bytes of one expert's weights, at two bytes per number."""
+        """The bytes of one expert's weights, with two bytes per weight."""
         return 2 * (self.num_matrices + 1) * self.hidden_size * self.inner_size
 
     def flops(self, num_rows: int) -> int:
@@ -124,8 +124,7 @@ class ExpertsShape:
     def pairs_bucket(self, num_rows: int) -> int:
         """Returns the index of the bucket in PAIRS_BUCKETS.
 
-        num_rows is rounded up to a power of two, so that a batch has the same plan with and without padding.
-        """
+        num_rows is rounded up to a power of two, so that a batch has the same plan with and without padding."""
         pairs = next_power_of_2(num_rows) * self.top_k / self.num_experts
         return next(index for index, bound in enumerate(PAIRS_BUCKETS) if pairs <= bound)
 
@@ -135,8 +134,7 @@ class ProductPlan:
     """Launch parameters of one of an expert's two products: with gate and up, or with down.
 
     block_out × block_in: a program's tile of gate, up or down.  stages: the most pipeline stages.  A stage holds one
-    tile of each matrix and one of x.
-    """
+    tile of each matrix and one of x."""
 
     block_out: int
     block_in: int
@@ -151,15 +149,15 @@ class ProductPlan:
         return (num_matrices * self.block_out + block_rows(tile_rows)) * self.block_in * itemsize
 
     def fitting_stages(self, gpu: Chip, num_matrices: int, tile_rows: int, itemsize: int) -> int:
-        """Returns how many of the stages fit in shared memory.  The number of stages changes no result."""
+        """Returns how many of the plan's stages fit in shared memory.  The number of stages changes no result."""
         fitting = (gpu.shared_memory - RESERVED_SHARED_MEMORY) // self.stage_bytes(num_matrices, tile_rows, itemsize)
         return max(min(self.stages, fitting), 1)
 
     def one_wave_stages(
         self, gpu: Chip, max_stages: int, num_matrices: int, tile_rows: int, itemsize: int, num_programs: int
     ) -> int:
-        """Returns the most stages, up to `max_stages`, with which all programs run at once.
-        If fewer than MIN_STAGES fit, returns `max_stages`."""
+        """Returns the most stages, up to `max_stages`, with which all programs run at the same time.  If that is fewer
+        than MIN_STAGES, returns `max_stages`."""
         shared_memory = gpu.shared_memory // -(-num_programs // gpu.processors) - RESERVED_SHARED_MEMORY
         fitting = shared_memory // self.stage_bytes(num_matrices, tile_rows, itemsize)
         return max_stages if fitting < MIN_STAGES else min(max_stages, fitting)
@@ -167,29 +165,29 @@ class ProductPlan:
 
 @dataclass(frozen=True)
 class ExpertsPlan:
-    """gated, down: the plans of the two products.  tile_rows: the most pairs of a tile; 1: each pair is a tile."""
+    """The plan of one layer's experts.  gated, down: the plans of the two products.  tile_rows: the most pairs of a
+    tile; 1: each pair is a tile."""
 
     tile_rows: int
     gated: ProductPlan
     down: ProductPlan
 
 
-# The plans of one size, in the order of PAIRS_BUCKETS.
+# The plans of one matrix size, one plan per bucket, in the order of PAIRS_BUCKETS.
 ExpertsPlans = tuple[ExpertsPlan, ...]
 
 
 def candidate_plans(tile_rows: int, num_matrices: int, gpu: Chip) -> list[ProductPlan]:
     """Returns the plans of one product that are worth measuring for tiles of `tile_rows` pairs, in 16-bit dtypes.
 
-    num_matrices: matrices that a program reads, 2 for gate and up, 1 for down.
-    """
+    num_matrices: matrices that a program reads, 2 for gate and up, 1 for down."""
     tiles, stages = next((tiles, stages) for max_rows, tiles, stages in CANDIDATE_TILES if tile_rows <= max_rows)
     plans = [ProductPlan(*tile, count) for tile in tiles for count in stages]
     return [plan for plan in plans if plan.fitting_stages(gpu, num_matrices, tile_rows, 2) == plan.stages]
 
 
 def experts_plan_by_rule(shape: ExpertsShape, num_rows: int, dtype: torch.dtype, gpu: Chip) -> ExpertsPlan:
-    """Returns the plan of an unmeasured size: a tile holds the mean number of pairs per expert."""
+    """Returns the plan of a size that was not measured.  A tile has room for the mean number of pairs per expert."""
     pairs = next_power_of_2(num_rows) * shape.top_k
     tile_rows = min(max(next_power_of_2(-(-pairs // shape.num_experts)), MIN_BLOCK_ROWS), MAX_TILE_ROWS)
     if dtype.itemsize > 2:
@@ -232,8 +230,8 @@ def quantised_plan_by_rule(
 ) -> ExpertsPlan:
     """Returns the plan of quantised experts.
 
-    plan: the plan of dense experts, which dense matrices keep.  4-bit tiles get at most MAX_NIBBLE_TILE_ROWS rows.
-    """
+    plan: the plan of dense experts.  If one of the two matrices is dense, its part of this plan stays.  With 4-bit
+    weights, a tile gets at most MAX_NIBBLE_TILE_ROWS rows."""
     if any(isinstance(matrix, QuantisedMatrix) and matrix.code != "fp8" for matrix in (gate_up, down)):
         plan = replace(plan, tile_rows=min(plan.tile_rows, MAX_NIBBLE_TILE_ROWS))
     # Rows are rounded up, so that a batch has the same plan with and without padding.
@@ -258,7 +256,7 @@ def _quantised_product_plan(
         input_bytes = 2 if weight.input_scales is None else 1
         # For many pairs, the rule's tile for grouped scales is faster than its larger tile (docs/log.md).
         grouped = weight.group_size < num_in or tile_rows > MEMORY_BOUND_ROWS
-        # Longer steps gain nothing, because the rows of experts are short (docs/log.md).
+        # Steps of more columns gain nothing, because the matrix rows of experts are short (docs/log.md).
         sizes = num_out, num_in, min(max_block_in(weight), MAX_FP8_SUM_COLUMNS)
         plan = fp8_plan_by_rule(tile_rows, num_tiles, *sizes, grouped, 1, gpu, input_bytes)
     else:
@@ -274,7 +272,7 @@ def quantised_launch_options(
     """Returns BLOCK_IN, num_stages and maxnreg of a plan.  num_matrices: 2 for gate and up, 1 for down.
 
     BLOCK_IN is at most max_block_in(weight).  num_stages is at most what fits in shared memory.  maxnreg lets as many
-    programs share a multiprocessor as its shared memory allows.  But with FP8, a thread keeps registers for two sums of
+    programs share a multiprocessor as its shared memory allows.  But with FP8, a thread needs registers for two sums of
     its part of a tile: the sum of the running step and the total.
     """
     block_in = min(plan.block_in, max_block_in(weight))
@@ -299,7 +297,7 @@ def choose_experts_plan(
 ) -> ExpertsPlan:
     """Returns the plan for a number of rows.  matrices: gate_up and down; None: both are dense."""
     plan = _dense_experts_plan(shape, num_rows, dtype, gpu)
-    # A single row has distinct experts, so its pairs need no sort.
+    # The K experts of a single row differ, so its pairs need no sort.
     plan = replace(plan, tile_rows=1) if num_rows == 1 else plan
     if matrices is None:
         return plan
@@ -332,6 +330,7 @@ def _plans_of_nearest_size(plans: Mapping[MatrixSize, ExpertsPlans], size: Matri
 
 
 def _log_plans(key: TuningKey, plans: Mapping[MatrixSize, ExpertsPlans], sources: Sequence[str]) -> None:
+    """Log which measured plans there are.  key: (chip, dtype, format).  sources: the files that have them."""
     sizes = ", ".join(f"{hidden}x{inner}" for hidden, inner in plans)
     log.info("experts, %s: %s", key[1], f"plans measured for {sizes}" if plans else "no plans measured on this chip")
 

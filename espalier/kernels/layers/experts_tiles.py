@@ -3,10 +3,10 @@
 `route` chooses the experts of each row.  Each program of experts.py computes outputs of one tile.  Shared experts
 need no routing, because every row goes through them.  A shared MLP whose width is S times that of a routed expert is
 cut into S pieces of that width.  For up to MAX_SHARED_ROWS rows, each piece is one more tile in both launches of
-experts.py.  So the shared MLP needs no separate launches.  These tiles come first, and prefetch weights before the
-routing is complete.
+experts.py.  So the shared MLP needs no separate launches.  The programs of these tiles come first in the grid, and
+prefetch weights before the routing is complete.
 
-For more rows the caller runs the shared MLP in separate launches, which fill the chip and read each weight once.
+For more rows, the caller runs the shared MLP in separate launches.  These fill the chip and read each weight once.
 """
 
 from dataclasses import dataclass
@@ -27,9 +27,11 @@ PAIRS_PER_THREAD = 8
 # The fewest pairs per step, and the fewest threads: with fewer pairs than threads, tl.histogram counts pairs twice.
 MIN_SORT_THREADS = 128
 WARP_THREADS = 32
-# Above this number of pairs, a separate launch counts them.  Up to it, every sorting program makes a histogram.
+# Above this number of pairs, a separate launch counts the pairs of each expert.  Up to this number, every sorting
+# program counts them itself, by a histogram.
 MAX_HISTOGRAM_PAIRS = MAX_SORT_BLOCK
-# The experts per warp of `_route_kernel`: many, because reductions within one warp need no shared memory.
+# The experts per warp of `_route_kernel`.  The number is large, because reductions within one warp need no shared
+# memory.
 EXPERTS_PER_WARP = 512
 
 
@@ -71,8 +73,7 @@ def _sort_pairs_kernel(
     """Sorts the pairs by expert.  Grid: one program for each expert, and one for the rows without experts.
 
     A program reads all pairs in order, so the sort is stable.
-    counts_ptr: the result of _count_pairs_kernel; None: this kernel counts.
-    """
+    counts_ptr: the result of _count_pairs_kernel; None: this kernel counts."""
     pdl_trigger_and_wait(USE_PDL)
     own_expert = tl.program_id(0)
     offset, bins = tl.arange(0, BLOCK), tl.arange(0, NUM_BINS)
@@ -108,8 +109,8 @@ def _sort_pairs_kernel(
 def pairs_of_tile(
     pair_order_ptr, pair_ends_ptr, begins_ptr, tile_index, expert, IS_SORTED: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
-    """Returns (place, inside, pair), [ROWS] each: the index of a pair in `order`, whether the pair exists, and the
-    pair's number row · K + choice."""
+    """Returns (place, inside, pair), [ROWS] each: a pair's index in pair_order, whether the pair exists, and the pair's
+    number row · K + choice."""
     if IS_SORTED:
         place = tl.load(begins_ptr + tile_index) + tl.arange(0, ROWS)
         inside = place < tl.load(pair_ends_ptr + expert)
@@ -183,7 +184,8 @@ def make_expert_tiles(expert_ids: Tensor, live_rows: Tensor | None, num_experts:
     return ExpertTiles(tile_rows, experts, begins, order, ends, live_rows)
 
 
-# The number of loop steps whose weights a tile prefetches.  More would take bandwidth from the preceding kernels.
+# A program of a shared piece prefetches the weights of this number of loop steps.  More would take bandwidth from
+# earlier kernels.
 PREFETCHED_STEPS = 1
 
 
@@ -193,8 +195,7 @@ def check_shared_experts(
     """Check the shared experts for grouped_experts.
 
     is_dense_silu_without_bias: whether the routed experts are dense, without biases, and their activation is silu.
-    Raises EspalierError if this is False, for wrong shapes or dtypes, and for more than MAX_SHARED_ROWS rows.
-    """
+    Raises EspalierError if this is False, for wrong shapes or dtypes, and for more than MAX_SHARED_ROWS rows."""
     (num_rows, hidden), wide = x.shape, shared_experts.down.shape[1]
     require("grouped_experts: shared gate_up", shared_experts.gate_up, (2 * wide, hidden), x.dtype, x)
     require("grouped_experts: shared down", shared_experts.down, (hidden, wide), x.dtype, x)
@@ -213,8 +214,7 @@ def tile_and_expert(
 ):  # fmt: skip
     """Returns (tile, expert) of this program.  For a shared piece, tile < 0 and expert = 0.
 
-    expert: num_experts for pairs without an expert, -1 for an unused tile.  NUM_PIECES: the shared experts' pieces.
-    """
+    expert: num_experts for pairs without an expert, -1 for an unused tile.  NUM_PIECES: the shared experts' pieces."""
     tile = tl.program_id(1) - NUM_PIECES
     routed = tl.maximum(tile, 0)
     expert = tl.load(experts_ptr + routed).to(tl.int64)
@@ -258,7 +258,7 @@ def rows_of_tile(
 def prefetch_shared_piece(
     w_ptr, column, num_out, num_in, NUM_PIECES: tl.constexpr, BLOCK_OUT: tl.constexpr, PREFETCHED_COLUMNS: tl.constexpr
 ):  # fmt: skip
-    """In a program of a shared piece, prefetch PREFETCHED_COLUMNS columns of the program's rows of gate and up."""
+    """For a tile of a shared piece, prefetch PREFETCHED_COLUMNS columns of the tile's rows of gate and up."""
     piece = tl.program_id(1)
     if piece < NUM_PIECES:
         w_row = piece.to(tl.int64) * num_out + tl.minimum(column, num_out - 1)
@@ -355,8 +355,8 @@ def is_in_best_group(
 
 
 def route(logits: Tensor, bias: Tensor | None, routing: Routing, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """See ops/experts.py.  The ids equal the reference's, except if rounding changes the order of scores.  The weights
-    differ by at most 1e-5."""
+    """See ops/experts.py.  The ids equal those of the reference, unless rounding changes the order of scores.  The
+    weights differ by at most 1e-5."""
     parts = logits if logits.ndim == 3 else logits[None]
     num_parts, num_rows, top_k = parts.shape[0], parts.shape[1], routing.top_k
     require("route: logits", parts, (num_parts, num_rows, routing.num_experts), None, parts)

@@ -22,7 +22,7 @@ from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 def _norm_key(
     key_ptr, weight_ptr, bias_ptr, column, column_exists, mean, scale, DTYPE: tl.constexpr, ACC_DTYPE: tl.constexpr
 ):
-    """Returns some columns of the normed key, rounded to DTYPE."""
+    """Returns the values of the normed key at `column`, rounded to DTYPE.  scale: 1 / the key's standard deviation."""
     x = tl.load(key_ptr + column, mask=column_exists, other=0.0).to(ACC_DTYPE)
     weight = tl.load(weight_ptr + column, mask=column_exists, other=0.0).to(ACC_DTYPE)
     bias = tl.load(bias_ptr + column, mask=column_exists, other=0.0).to(ACC_DTYPE)
@@ -87,6 +87,7 @@ def _index_rows_kernel(
     ACC_DTYPE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):  # fmt: skip
+    """row_ptr: the row of the plane to which each key is written.  weight_ptr, bias_ptr: the LayerNorm of keys."""
     pdl_trigger_and_wait(USE_PDL)
     n, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     cos, sin = cos_ptr + n * cos_stride_n, sin_ptr + n * sin_stride_n
@@ -104,7 +105,7 @@ def _index_rows_kernel(
 
 
 def rotate_and_store_index(indexer_inputs: IndexerInputs, cache_rows: Tensor, plane: Tensor) -> Tensor:
-    """See ops/selection.py.  Overwrites indexer_inputs.q.  Tolerance: an ulp of the dtype and a few of float32."""
+    """See ops/selection.py.  Overwrites indexer_inputs.q.  Tolerance: one ulp, plus a few ulps of float32."""
     q, k, norm, rotation = indexer_inputs.q, indexer_inputs.k, indexer_inputs.norm, indexer_inputs.rotation
     count, heads, size = q.shape
     rotary, wide_dtype = rotation.cos.shape[1], torch.promote_types(q.dtype, torch.float32)

@@ -2,11 +2,13 @@
 
 K is the whole row, [normed latent, rotated RoPE part].  V is the latent part of the same row (DeepSeek-AI 2024,
 arXiv:2405.04434, section 2.1).  On a GPU this is one launch.  The first program of a row stores the latent, and the
-others rotate blocks of query heads.  For few rows, further programs multiply queries with k_up (write_latents).
+row's other programs rotate blocks of query heads.  In `write_latents` with few rows, more programs of the launch
+multiply queries with k_up.
 
-`head_product` multiplies each head's rows with the head's own matrix: v_up, or k_up.  Grid: (blocks of outputs, heads).
-A program multiplies all rows for BLOCK_OUT outputs of one head.  A program loads its part of the matrix before it waits
-for the previous kernel (PDL).  The kernel is for few rows: above MAX_HEAD_ROWS, PyTorch's batched product is faster.
+`head_product` multiplies the rows of each head with the head's own matrix (v_up or k_up).  Grid: (blocks of outputs,
+heads).  A program multiplies all rows for BLOCK_OUT outputs of one head.  A program loads its part of the matrix before
+it waits for the previous kernel (PDL).  The kernel is for few rows: above MAX_HEAD_ROWS, PyTorch's batched product is
+faster.
 
 Tolerance: sums are in float32, in another order than in other implementations, and are rounded once.
 """
@@ -27,7 +29,7 @@ from espalier.kernels.runtime.launch import acc_dtype, chip, next_power_of_2, re
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_trigger_and_wait, pdl_wait
 from espalier.kernels.state.kv_scales import require_kv_rows
 
-# The most values of a matrix that a program holds in registers.
+# The most values of a head's matrix that a program holds in registers.
 TILE_VALUES = 8192
 NUM_WARPS = 4
 
@@ -64,6 +66,7 @@ def _head_product_kernel(
     out_stride_n, out_stride_h,
     BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
+    """Grid: (blocks of outputs, heads).  Arguments: see multiply_head."""
     pdl_trigger(USE_PDL)
     multiply_head(
         x_ptr, w_ptr, out_ptr, tl.program_id(0), tl.program_id(1), num_rows, num_out, num_in,
@@ -112,7 +115,8 @@ HEADS_PER_PROGRAM = 16
 @kernel
 def load_rotated_halves(values_ptr, cos_ptr, sin_ptr, mask, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr,
                     ACC_DTYPE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Returns (left, right): the rotated halves of values at values_ptr [.., 1], all of the same token position."""
+    """Returns (left, right): the rotated halves of the values at values_ptr [.., 1], which all belong to one token
+    position."""
     column = tl.arange(0, BLOCK)
     half: tl.constexpr = ROTARY // 2
     exists = column < half
@@ -143,8 +147,9 @@ def store_halves(ptrs, left, right, mask, ROTARY: tl.constexpr, BLOCK: tl.conste
 
 
 class LatentConstants(NamedTuple):
-    """Constexpr arguments.  RANK, Q_ROPE_OFFSET: the number of values before the rotated ones, in a latent row and in a
-    query head.  BLOCK_H: heads per program.  BLOCK_RANK, BLOCK: powers of two, at least RANK and ROTARY / 2."""
+    """Constexpr arguments.  RANK: the number of values before the rotated values in a latent row.  Q_ROPE_OFFSET: the
+    same in a query head.  BLOCK_H: heads per program.  BLOCK_RANK, BLOCK: powers of two, at least RANK and ROTARY / 2.
+    """
 
     EPS: float
     HEADS: int
@@ -165,8 +170,7 @@ def _store_latent(
 ):
     """Norm and rotate the latent at `latent_ptr`, and store it at `out_ptr`.
 
-    norm_ptr: None without a norm.  scale_ptr: the scale of FP8 rows; None for other rows.
-    """
+    norm_ptr: None without a norm.  scale_ptr: the scale of FP8 rows; None for other rows."""
     RANK: tl.constexpr = CONSTANTS.RANK
     ACC_DTYPE: tl.constexpr = CONSTANTS.ACC_DTYPE
     column = tl.arange(0, CONSTANTS.BLOCK_RANK)
@@ -262,8 +266,7 @@ def rotate_and_store_latent(q_rope: Tensor, q: Tensor, latent: Tensor, destinati
 def write_latents(q_inputs: Tensor, k_up: Tensor, q: Tensor, latent: Tensor, destination: LatentDestination) -> None:
     """See ops/rope.py.  q must not be a view of q_inputs.
 
-    The bits and the errors are the same as from head_product and rotate_and_store_latent.
-    """
+    The bits and the errors are the same as from head_product and rotate_and_store_latent."""
     num_unrotated, rank = k_up.shape[1:]
     x, q_rope = q_inputs[..., :num_unrotated], q_inputs[..., num_unrotated:]
     check_latent_sizes(q_rope, q, latent, destination)

@@ -1,14 +1,14 @@
-"""A linear layer for few rows: y = x · weightᵀ + bias, limited by the bandwidth of reading the weight once.
+"""A linear layer for few rows: y = x · weightᵀ + bias.  Reading the weight takes most of the time.
 
 Grid: (blocks of weight rows, splits).  A program multiplies BLOCK_OUT rows of the weight with all rows of x.  A program
 covers all columns, or one of `splits` parts of the columns (split-K).  Split-K programs write float32 partial sums
-[splits, rows, out] without atomics.  The reader of the partial sums adds them in order, so the same input gives the
-same bits.  `linear` adds them with a second kernel; `linear_partial_sums` returns them for the next kernel.
+[splits, rows, out] without atomics.  The next kernel adds the partial sums in order, so equal inputs give equal bits.
+`linear` adds them with a second kernel.  `linear_partial_sums` returns them for a kernel of the caller.
 
 Above about 100 rows PyTorch's GEMM library is faster.  For some shapes several smaller calls of the library are faster
 than one (`LibraryPlan`), because a grid of 1.5 waves of programs takes as long as a grid of 2 waves.
 
-`espalier doctor --tune` measures which plan is fastest; linear_plans.py reads the result, lists the plans worth
+`espalier doctor --tune` measures which plan is fastest.  linear_plans.py reads the result, lists the plans worth
 measuring, and has a rule for unmeasured shapes.
 
 Tolerance: products of 16-bit floats are exact in float32.  The products are summed in float32, in a fixed order that
@@ -43,7 +43,8 @@ def _linear_kernel(
     EVEN_OUT: tl.constexpr, EVEN_IN: tl.constexpr, HAS_BIAS: tl.constexpr, IS_GATED: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """acc [BLOCK_OUT, BLOCK_ROWS] is a transposed tile of out.  EVEN_OUT, EVEN_IN: blocks divide num_out, num_in.
+    """acc [BLOCK_OUT, BLOCK_ROWS] is a transposed tile of out.  EVEN_OUT, EVEN_IN: whether the block size divides
+    num_out, num_in.
 
     IS_GATED: the weight has num_out rows of gate, then num_out rows of up; out has num_out columns of silu(gate) * up.
     """
@@ -83,8 +84,8 @@ def weight_rows(num_out, BLOCK_OUT: tl.constexpr, EVEN_OUT: tl.constexpr, IS_GAT
     """Returns the rows of the weight that a program multiplies with: [BLOCK_OUT]."""
     row = tl.arange(0, BLOCK_OUT)
     if IS_GATED:
-        # 8 rows of gate alternate with the 8 matching rows of up.  So one thread of a tensor core's 16-row tile holds a
-        # gate and its up.
+        # 8 rows of gate alternate with the 8 matching rows of up.  So in a tensor core's tile of 16 rows, one thread
+        # holds a value of gate and the matching value of up.
         w_rows = tl.program_id(0) * (BLOCK_OUT // 2) + row // 16 * 8 + row % 8
         return (w_rows if EVEN_OUT else tl.minimum(w_rows, num_out - 1)) + row % 16 // 8 * num_out
     # Rows past the end read the last row instead; their results are not stored.
@@ -146,8 +147,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan) -> 
 def linear_partial_sums(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan) -> Tensor:
     """For a TritonPlan, each row of x and weight must be contiguous, with any row stride; all tensors have x's dtype.
 
-    Raises EspalierError on other shapes, dtypes or strides, and if the plan does not fit the chip.
-    """
+    Raises EspalierError on other shapes, dtypes or strides, and if the plan does not fit the chip."""
     if plan is None:
         return F.linear(x, weight, bias)
     if isinstance(plan, LibraryPlan):
@@ -159,8 +159,7 @@ def linear_gated(
     x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan, activation: Activation = SILU
 ) -> Tensor:
     """With silu and a TritonPlan, one launch without split-K also computes the activation, which saves two launches.
-    With silu and no plan, many rows on Hopper run in the kernel of hopper/gated.py.
-    """
+    With silu and no plan, many rows on Hopper run in the kernel of hopper/gated.py."""
     num_up_columns(weight.shape[0], activation)
     if activation.is_silu and isinstance(plan, TritonPlan):
         return _launch_kernel(x, weight, bias, replace(plan, splits=1), is_gated=True)
@@ -175,6 +174,7 @@ def linear_gated(
 
 
 def write_parts(x: Tensor, weight: Tensor, bias: Tensor | None, plan: TritonPlan, out: Tensor) -> None:
+    """The launcher of ops/linear.py:write_parts.  out: [plan.splits, rows, out], gets the partial sums."""
     require("linear: parts", out, (plan.splits, len(x), weight.shape[0]), torch.float32, x)
     if not out.is_contiguous():
         raise EspalierError(f"linear: parts must be contiguous, but have strides {out.stride()}")

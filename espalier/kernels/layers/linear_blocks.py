@@ -1,8 +1,8 @@
 """A linear layer whose weight is in a block format of GGUF files (blocks.py): y = x · weightᵀ + bias.
 
-A program reads the bytes of its rows' blocks as they are in the file.  The integers of a group are exact in bfloat16
-and float16, and tensor cores multiply them with the inputs.  The group's scale multiplies the float32 sum of these
-products.  A group's minimum is multiplied by the sum of the group's inputs.  So no weight is rounded, and no
+A program reads the blocks of its rows byte for byte as they are in the file.  The integers of a group are exact in
+bfloat16 and float16, and tensor cores multiply them with the inputs.  The group's scale multiplies the float32 sum of
+these products.  A group's minimum is multiplied by the sum of the group's inputs.  So no weight is rounded, and no
 dequantised weight is stored.
 Tolerance: in · 2⁻²³ times the sum of magnitudes |x| · (|scale · integer| + |minimum|), and the rounding of the output.
 """
@@ -20,10 +20,10 @@ from espalier.kernels.runtime.jit import kernel
 from espalier.kernels.runtime.launch import Chip, chip, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 
-# Weight rows per program, the most input rows per program, and warps.
+# Weight rows per program, the most input rows per program, and warps per program.
 BLOCK_OUT, MAX_BLOCK_ROWS, WARPS = 64, 128, 4
-# Split-K: the most rows for which columns are split among programs, the programs per multiprocessor, the most splits,
-# and the fewest columns of a split.
+# Split-K: the most input rows for which columns are split, the programs per multiprocessor, the most splits, and the
+# fewest columns of a split.
 SPLIT_ROWS, PROGRAMS_PER_PROCESSOR, MAX_SPLITS, MIN_COLUMNS = 64, 2, 8, 512
 
 
@@ -117,8 +117,7 @@ def _linear_blocks_kernel(
 ):  # fmt: skip
     """y = x · weightᵀ + bias.  Grid: (blocks of weight rows, splits, tiles of rows).  Arguments: see _linear_kernel.
 
-    num_blocks: blocks per row.  GGUF_TYPE: the block format's number; BLOCK_VALUES to GROUP_VALUES: its sizes.
-    """
+    num_blocks: blocks per row.  GGUF_TYPE: the block format's number; BLOCK_VALUES to GROUP_VALUES: its sizes."""
     pdl_trigger_and_wait(USE_PDL)
     w_rows = weight_rows(num_out, BLOCK_OUT, EVEN_OUT, False).to(tl.int64)
     split, num_splits = tl.program_id(1), tl.num_programs(1)

@@ -1,10 +1,10 @@
-"""A linear layer with a 4-bit weight, for many rows: a kernel writes the weight's values, and the library multiplies.
+"""A linear layer with a 4-bit weight, for many rows: a kernel writes the weight's values, and PyTorch multiplies.
 
-Above MAX_FUSED_ROWS rows, the library's product is faster than the product of linear_quantised.py, and saves more time
-than it takes to write and read the values.  The values are in scratch memory of at most MAX_SCRATCH_BYTES; a larger
-weight is multiplied in blocks of rows.  The blocks do not depend on the number of inputs, so a larger pass needs at
-least as much scratch memory.  So the largest launches, which startup/measure_memory.py runs to find the memory for
-pages, include it.
+Above MAX_FUSED_ROWS rows, the product of PyTorch's library (cuBLAS) is faster than the product of linear_quantised.py.
+It saves more time than it takes to write and read the values.  The values are in scratch memory of at most
+MAX_SCRATCH_BYTES; a larger weight is multiplied in blocks of rows.  The sizes of the blocks do not depend on the number
+of input rows, so a larger pass needs at least as much scratch memory.  startup/measure_memory.py runs the largest
+launches to find how much memory is left for pages, so its measurement includes the scratch memory.
 
 Tolerance: the values of the weight are rounded once to the dtype of x, as in the reference code of these formats, and
 MXFP4's values are exact.  The library may also round a few partial sums.  Against float64 the error is
@@ -28,8 +28,9 @@ from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 
 # The most rows that linear_quantised.py multiplies with 4-bit weights.  Dequantising one value moves 2.5 bytes: 0.9 ps
 # at 2.8 TB/s.  For each row the library then saves 1.8 fs per value (720 TFLOP/s instead of 440).  So both ways are
-# equally fast at about 500 rows.  On an H100 the layers of Llama-3.1-8B took 4% longer with the library at 512 rows,
-# and 22% less at 768.  This is a power of two, because startup compiles for ranges of rows that end at powers of two.
+# equally fast at about 500 rows.  On an H100, with the library, the layers of Llama-3.1-8B took 4% more time for 512
+# rows, and 22% less for 768 rows.  MAX_FUSED_ROWS is a power of two, because startup compiles for ranges of rows that
+# end at powers of two.
 MAX_FUSED_ROWS = 512
 MAX_SCRATCH_BYTES = 128 * 2**20
 # The rows of a block are a multiple of this number, the largest edge of the library's tiles.
@@ -56,7 +57,7 @@ def dequantised_product(x: Tensor, weight: QuantisedMatrix, bias: Tensor | None)
 
 
 def dequantised_gated(x: Tensor, weight: QuantisedMatrix, bias: Tensor | None, activation: Activation) -> Tensor:
-    """Return the activation of dequantised_product [rows, inner], for a weight that stacks gate over up."""
+    """Return the activation [rows, inner] of dequantised_product.  weight: the rows of gate, then the rows of up."""
     if (out := _try_hopper_gated(x, weight, bias, activation)) is not None and not is_precompiling():
         return out
     return gated_activation.triton(dequantised_product(x, weight, bias), activation)
@@ -123,7 +124,7 @@ def _write_dequantised_rows_kernel(
         if CODE == 2:
             scales = (scale_codes.to(tl.uint32) << 23).to(tl.float32, bitcast=True)
         else:
-            # SCALE_UNIT (quantised.py) explains the stored bits.  The product is in float64, as in the reference.
+            # For the stored bits, see SCALE_UNIT (quantised.py).  The product is in float64, as in the reference.
             scales = (scale_codes.to(tl.uint16) << 7).to(tl.float16, bitcast=True).to(tl.float64) * 2.0**-7
             scales = (scales * tl.load(zero_points_ptr + w_rows)[:, None]).to(tl.float32)
     values = tl.reshape(numbers * scales[:, :, None], (BLOCK_OUT, BLOCK_IN)).to(out_ptr.dtype.element_ty)
@@ -132,10 +133,9 @@ def _write_dequantised_rows_kernel(
 
 
 def write_dequantised_rows(weight: QuantisedMatrix, rows: range, out: Tensor) -> None:
-    """Write the values of these rows of a 4-bit matrix to out [rows, in], bfloat16 or float16, contiguous.
+    """Write the values of rows `rows` of a 4-bit matrix to out [rows, in], bfloat16 or float16, contiguous.
 
-    The columns are in the order of the codes.  The reference is quantised.py:dequantise; the bits are equal.
-    """
+    The columns are in the order of the codes.  The reference is quantised.py:dequantise; the bits are equal."""
     (words, scales, factors), num_in = kernel_matrix(weight.rows_from(rows.start)), weight.shape[1]
     scales = scales.view(torch.uint8) if weight.code in E2M1_CODES else scales
     constants = format_constants(weight)

@@ -1,4 +1,5 @@
-"""Plans of linear layers: tuning tables in files, and the plans of dense layers (linear.py), measured or by a rule.
+"""Plans (launch parameters) of linear layers: the tables of measured plans in files, and the plans of dense layers
+(linear.py), measured or by a rule.
 
 `espalier doctor --tune` measures and writes tables.  Our own measurements ship beside this file.  A user's table is
 read from the path in the environment variable ESPALIER_CHOICES or, if it is not set, from the user's configuration
@@ -6,8 +7,8 @@ folder.  The entries of a user's table override the shipped entries.  A table ap
 capability, number of SMs and shared memory, and to the same activation dtype and weight format.  Nothing is measured at
 startup.
 
-If the chip has a table, a dense shape without an entry uses the rule up to 64 rows, and F.linear above.  Without a
-table all dense shapes use F.linear, and the log says so.  A quantised shape without an entry takes the
+If the chip has a table, a dense shape without an entry uses the rule for up to 64 rows, and F.linear for more rows.
+Without a table all dense shapes use F.linear, and the log says so.  A quantised shape without an entry takes the
 rule of quantised_plans.py.  A format is "dense", or a name of quantised_plans.py:tuning_format_name.
 """
 
@@ -42,7 +43,8 @@ P = TypeVar("P")
 DTYPES = (torch.bfloat16, torch.float16)
 # The most rows that the Triton kernel of dense layers multiplies (linear.py).
 MAX_ROWS = 256
-# The fewest rows of a tile for tensor cores.  1 to 16 rows are padded to 16, so a row gets the same bits in all.
+# The fewest rows of a tile for tensor cores.  1 to 16 rows are padded to 16, so for all these numbers a row gets the
+# same bits.
 MIN_BLOCK_ROWS = 16
 # (most rows, the tiles (block_out, block_in, warps) to measure up to that number of rows).  A search of more tiles on
 # an H200 found these within 2.5% of the best (docs/log.md).  One more tile is for small GPUs.
@@ -54,18 +56,21 @@ CANDIDATE_TILES = (
 )
 CANDIDATE_STAGES = (2, 3, 4, 6, 8)
 CANDIDATE_SPLITS = (1, 2, 3, 4, 6, 8)
-# The fewest rows for which library plans are measured.  For fewer rows, the library's tiles are worse than ours.
+# The fewest rows for which plans of PyTorch's library are measured.  For fewer rows, its tiles are worse than those of
+# the Triton kernel.
 LIBRARY_MIN_ROWS = 65
 LIBRARY_PIECES = (2, 3, 4)
 LIBRARY_SPLITS = (2, 4)
-# An edge of the library's tiles.  Pieces and splits are multiples of it, so that no tile is partly empty.
+# An edge of the library's tiles.  Sizes of pieces and splits are multiples of this number, so that no tile is partly
+# empty.
 LIBRARY_TILE = 128
 # The most rows for which `plan_by_rule` has a plan.
 MAX_RULE_ROWS = 64
-# (most rows, block_in) of plans with one program per multiprocessor, which are faster from 17 rows on (H100).
+# (most rows, block_in) of the rule's plans with one program per multiprocessor.  From 17 rows on, such plans are faster
+# (H100).
 ONE_PER_SM_BLOCK_IN = ((32, 128), (64, 64))
-# The rule's tile, warps and most splits, and the stages for 1, 2 or 3 programs that share a multiprocessor.  These
-# values were the fastest for most shapes with up to 16 rows on an H200.
+# The rule's tile (block_out, block_in), warps, most splits, and stages if 1, 2 or 3 programs share a multiprocessor.
+# These values were the fastest for most shapes with up to 16 rows on an H200.
 RULE_TILE, RULE_WARPS, RULE_SPLITS, RULE_STAGES = (64, 128), 4, 4, (6, 4, 3)
 # Bytes of shared memory that a program uses besides its tiles.
 RESERVED_SHARED_MEMORY = 1024
@@ -75,8 +80,8 @@ RESERVED_SHARED_MEMORY = 1024
 class TuningTable(Generic[P]):
     """The plans measured on one kind of chip, for one activation dtype and one weight format.
 
-    plans: for each size, one plan per bucket.  measurement: the GPU's name and library versions, for people to read.
-    """
+    plans: for each matrix size, one plan per bucket (a range of numbers of rows or pairs).  measurement: the GPU's name
+    and library versions, for people to read."""
 
     chip: Chip
     dtype: str
@@ -94,9 +99,10 @@ class TuningSchema(Generic[P]):
     """A kind of layer with tuning tables, and how a file stores its tables.
 
     layer_kind: the kind's name in errors.  tables_key: the JSON key of the list of tables.  plans_key: the JSON key of
-    the plans in a table.  count_unit: what is counted to find a bucket, rows or pairs.  bucket_bounds: the upper bounds
-    of the buckets.  encode_plan: converts a plan to JSON.  decode_plan: converts JSON to a plan; raises ValueError for
-    a plan that cannot be used.  log_plans: called as log_plans(key, plans by size, files) when plans are first read.
+    the plans in a table.  count_unit: the word for what a bucket counts, "rows" or "pairs".  bucket_bounds: the upper
+    bounds of the buckets.  encode_plan: converts a plan to JSON.  decode_plan: converts JSON to a plan; raises
+    ValueError for a plan that cannot be used.  log_plans: called as log_plans(key, plans by size, files) when plans are
+    first read.
     """
 
     layer_kind: str
@@ -126,8 +132,8 @@ class TuningSchema(Generic[P]):
             ) from None
 
     def write_table(self, path: Path, table: TuningTable[P]) -> None:
-        """Merge a table into a file.  The file keeps other tables, and sizes of the same table that are not in `table`.
-        Raises EspalierError if the file cannot be read or written."""
+        """Merge a table into a file.  Other tables of the file stay, and so do the sizes of the same table that are not
+        in `table`.  Raises EspalierError if the file cannot be read or written."""
         tables = self.read_tables(path) if path.exists() else []
         old_plans = {size: plan for old in tables if old.key == table.key for size, plan in old.plans.items()}
         merged = [*(old for old in tables if old.key != table.key), replace(table, plans=old_plans | dict(table.plans))]
@@ -172,7 +178,8 @@ class TuningSchema(Generic[P]):
 
 @cache
 def merged_plans(schema: TuningSchema[P], key: TuningKey, user_path: Path) -> Mapping[MatrixSize, tuple[P, ...]]:
-    """Returns the shipped and the user's plans by size, cached for these arguments.  The user's file need not exist."""
+    """Returns the shipped plans and the user's plans, by matrix size.  The result is cached for these arguments.  The
+    user's file need not exist."""
     plans: dict[MatrixSize, tuple[P, ...]] = {}
     sources = []
     # pathlib's is_file would raise if the user may not read the folder.
@@ -216,7 +223,8 @@ class TritonPlan:
     """Launch parameters of the Triton kernel of a linear layer.
 
     block_out × block_in: a tile of the weight.  splits: the parts into which the columns are split (split-K).  warps:
-    per program.  stages: pipeline stages; each holds one tile of the weight and one tile of x in shared memory.
+    warps per program.  stages: pipeline stages.  A stage holds one tile of the weight and one tile of x in shared
+    memory.
     """
 
     block_out: int
@@ -226,16 +234,16 @@ class TritonPlan:
     stages: int
 
     def shared_memory(self, num_rows: int) -> int:
-        """Returns bytes of shared memory that a program uses for `num_rows` rows."""
+        """Returns the bytes of shared memory that a program uses for `num_rows` rows."""
         return self.stages * (self.block_out + block_rows(num_rows)) * self.block_in * 2 + RESERVED_SHARED_MEMORY
 
 
 @dataclass(frozen=True)
 class LibraryPlan:
-    """Several smaller products by PyTorch's library.  Either `pieces` or `splits` is 1.
+    """Divides a product into several smaller products of PyTorch's library.  `pieces` or `splits` is 1.
 
-    pieces: groups of weight rows, with one call for each.  splits: parts of the columns (split-K), all in one call.
-    """
+    pieces: groups of weight rows, with one call for each.  splits: parts of the columns (split-K), all in one batched
+    call."""
 
     pieces: int
     splits: int
@@ -256,10 +264,9 @@ def candidate_plans(num_rows: int, num_out: int, num_in: int, gpu: Chip) -> list
 
 
 def plan_by_rule(num_rows: int, num_out: int, num_in: int, gpu: Chip) -> LinearPlan:
-    """Returns the plan of an unmeasured shape, for a bucket of at most `num_rows` rows; None above MAX_RULE_ROWS.
+    """Returns the plan of a shape that was not measured, for at most `num_rows` rows; None above MAX_RULE_ROWS.
 
-    The rule splits the columns as long as all programs run at once and each program fills its pipeline.
-    """
+    The rule chooses the most splits with which all programs run at once and each program fills its pipeline."""
     if num_rows > MAX_RULE_ROWS:
         return None
     if num_rows > MIN_BLOCK_ROWS and -(-num_out // RULE_TILE[0]) <= gpu.processors:
@@ -317,13 +324,14 @@ def _is_worth_measuring(plan: TritonPlan, num_rows: int, num_out: int, num_in: i
 # bucket, a TritonPlan gives a row the same bits for any number of rows.
 ROWS_BUCKETS = (16, 32, 64, 128, 256)
 
-# A tile of weight has at least so many columns, because kernels prefetch whole L2 lines, of 64 two-byte numbers.
+# The fewest columns of a weight tile.  Kernels prefetch whole L2 lines, which hold 64 two-byte numbers.
 MIN_BLOCK_IN = 64
 
 log = logging.getLogger(__name__)
 
 
-# The plans of one weight shape, in the order of ROWS_BUCKETS.  None means F.linear, or the rule for quantised weights.
+# The plans of one weight shape, in the order of ROWS_BUCKETS.  None: F.linear for a dense weight, the rule for a
+# quantised weight.
 LinearPlans = tuple[LinearPlan, ...]
 NO_PLANS: LinearPlans = (None,) * len(ROWS_BUCKETS)
 
@@ -331,8 +339,7 @@ NO_PLANS: LinearPlans = (None,) * len(ROWS_BUCKETS)
 def plans_for_dense_weight(weight: Tensor) -> LinearPlans | None:
     """Returns the plans for a dense weight [out, in] and activations of the weight's dtype.
 
-    None on a CPU, for dtypes other than bfloat16 and float16, and on a chip without a table.
-    """
+    None on a CPU, for dtypes other than bfloat16 and float16, and on a chip without a table."""
     if not weight.is_cuda or weight.dtype not in DTYPES:
         return None
     shape = weight.shape[0], weight.shape[1]
@@ -342,7 +349,7 @@ def plans_for_dense_weight(weight: Tensor) -> LinearPlans | None:
 def plans_for_shape(
     gpu: Chip, shape: MatrixSize, measured_plans: Mapping[MatrixSize, LinearPlans]
 ) -> LinearPlans | None:
-    """Returns the plans for a weight shape, given the plans measured on this chip; None if nothing was measured."""
+    """Returns the plans of a weight shape: the measured plans, or plans by rule.  None if measured_plans is empty."""
     if shape in measured_plans or not measured_plans:
         return measured_plans.get(shape)
     _log_plan_by_rule(shape)
@@ -350,6 +357,7 @@ def plans_for_shape(
 
 
 def _log_plans(key: TuningKey, plans: Mapping[MatrixSize, LinearPlans], sources: Sequence[str]) -> None:
+    """Log which measured plans there are.  key: (chip, dtype, format).  sources: the files that have them."""
     gpu, dtype, format = key
     major, minor = gpu.capability
     where = f"capability {major}.{minor}, {gpu.processors} SMs, {gpu.shared_memory} bytes of shared memory"

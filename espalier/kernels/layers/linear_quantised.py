@@ -2,17 +2,18 @@
 
 Up to 64 rows, the kernel streams the weight once, with the grid and split-K of linear.py.  For more rows, each program
 computes one tile, and decodes its weights in registers.  Up to 256 rows, the columns are also split, because there are
-fewer tiles than multiprocessors.  quantised_tile.py has the inner loop.  For up to 16 rows and 4 bits, Hopper has a
-kernel of its own (hopper/quantised_products.py), with the same bits.  For many rows and 4 bits, the weight's values are
-written to memory, and the library multiplies (linear_dequantised.py).
+fewer tiles than multiprocessors.  quantised_tile.py has the inner loop.  With 4-bit weights and up to 16 rows, Hopper
+has a separate kernel (hopper/quantised_products.py), which gives the same bits.  With 4-bit weights and many rows, the
+weight's values are written to memory, and PyTorch multiplies (linear_dequantised.py).
 
-If the format rounds inputs to FP8, the preceding norm (norm.py) or activation (activation.py) rounds them, or a
-separate launch (quantise_rows.py).  For many rows of such inputs, PyTorch's scaled_mm computes the product
+If the weight's format needs inputs in FP8, the preceding norm (norm.py), the preceding activation (activation.py) or a
+separate launch (quantise_rows.py) rounds them.  For many rows of such inputs, PyTorch's scaled_mm computes the product
 (scaled_product.py).
 
 Tolerance: the tolerance of linear.py, plus in · 2⁻²³ times the sum of the products' magnitudes, because scales multiply
 the sum of each group of columns.  For rounded inputs on a GPU the tolerance is 2⁻¹⁰ times that sum of magnitudes,
-because FP8 units add 32 products at once and drop bits that are 13 bits below the largest.
+because FP8 units add 32 products at once, and drop the bits of a product that are more than 13 bits below the largest
+product.
 """
 
 import torch
@@ -47,9 +48,9 @@ from espalier.kernels.runtime.jit import kernel
 from espalier.kernels.runtime.launch import chip, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_wait
 
-# Before a program waits for the previous kernel, it prefetches L2 lines of each row of codes: the lines of
-# PREFETCHED_STEPS steps.  For inputs that are already rounded, and for FP8 weights with up to 16 rows, it prefetches
-# only MIN_PREFETCHED_LINES lines, because more would take bandwidth from the previous kernel (docs/log.md).
+# Before a program waits for the previous kernel (PDL), it prefetches L2 lines of each row of codes: the lines of the
+# first PREFETCHED_STEPS steps.  For inputs that are already rounded, and for FP8 weights with up to 16 rows, it
+# prefetches only MIN_PREFETCHED_LINES lines, because more would take bandwidth from the previous kernel (docs/log.md).
 MIN_PREFETCHED_LINES, PREFETCHED_STEPS = 1, 4
 
 
@@ -83,7 +84,7 @@ def linear_quantised_gated(
     plan = quantised_plan_for(weight, x) if plan is None else plan
     if activation.is_silu and plan.splits == 1:
         return _launch(x, weight, bias, plan, is_gated=True)
-    # The result is rounded only for few rows, because for many rows scaled_product rounds its inputs.
+    # The result is rounded only for few rows, because for many rows scaled_product itself rounds its inputs.
     is_few = rounding is not None and len(x) <= max_kernel_rows(rounding, chip(weight.codes))
     rounding = rounding if is_few and rounding is not None and can_round_activation(inner, rounding) else None
     partial_sums = linear_quantised_partial_sums(x, weight, bias, plan)
@@ -91,7 +92,8 @@ def linear_quantised_gated(
 
 
 def _library_product(x: InputRows, weight: QuantisedMatrix, bias: Tensor | None) -> Tensor | None:
-    """Returns the library's product; None if our kernel is faster or only our kernel supports it."""
+    """Returns the product by PyTorch's library; None if our kernel is faster, or if only our kernel supports the
+    product."""
     if not weight.codes.is_cuda:
         return None
     if uses_dequantised_product(x, weight):
@@ -108,8 +110,7 @@ def _linear_quantised_kernel(
 ):  # fmt: skip
     """Grid: (blocks of weight rows, splits, tiles of rows).  Arguments: see _linear_kernel and quantised_dot.
 
-    PREFETCHED_LINES: L2 lines of a row's codes that are prefetched before the wait, a power of two.
-    """
+    PREFETCHED_LINES: L2 lines of a row's codes that are prefetched before the wait, a power of two."""
     w_rows = weight_rows(num_out, BLOCK_OUT, EVEN_OUT, IS_GATED).to(tl.int64)
     split, num_splits = tl.program_id(1), tl.num_programs(1)
     steps = tl.cdiv(num_in, BLOCK_IN)
@@ -170,7 +171,7 @@ def _launch(x: InputRows, weight: QuantisedMatrix, bias: Tensor | None, plan: Tr
 
 
 def num_prefetched_lines(x: InputRows, code: str, plan: TritonPlan) -> int:
-    """Returns how many L2 lines of each weight row a product with x prefetches, a power of two."""
+    """Returns how many L2 lines of each weight row a program prefetches, a power of two."""
     if isinstance(x, RoundedRows) or (code == "fp8" and len(x) <= MIN_BLOCK_ROWS):
         return MIN_PREFETCHED_LINES
     step_bytes = plan.block_in if code == "fp8" else plan.block_in // 2
@@ -178,7 +179,8 @@ def num_prefetched_lines(x: InputRows, code: str, plan: TritonPlan) -> int:
 
 
 def kernel_inputs(x: InputRows, weight: QuantisedMatrix) -> tuple[Tensor, Tensor | None]:
-    """Returns (inputs, their scales or None) for quantised_dot: in the weight's column order, rounded if needed."""
+    """Returns (inputs, scales of the inputs or None) for quantised_dot.  The inputs are in the weight's column order,
+    and rounded if the weight needs that."""
     if isinstance(x, RoundedRows):
         return x.values, x.scales
     if weight.column_order is not None:

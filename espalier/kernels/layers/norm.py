@@ -1,10 +1,11 @@
-"""RMS norm (arXiv:1910.07467), alone or fused with the residual addition before it.
+"""RMS norm (arXiv:1910.07467), alone or fused with the residual addition that precedes the norm.
 
 Grid: one program per row, which holds the whole row in registers.  A norm is rounded once, from float32 or float64.
 
 For a few rows, another kernel also multiplies the norm with the router of a mixture of experts.  Grid: (rows, blocks of
-experts).  Each program norms the whole row and multiplies it with BLOCK_E rows of the router, so the norm is computed
-num_experts / BLOCK_E times.  A program loads its rows of the router before it waits for the preceding kernel (PDL).
+experts).  Each program norms the whole row and multiplies the norm with BLOCK_E rows of the router.  So num_experts /
+BLOCK_E programs compute the same norm.  A program loads its rows of the router before it waits for the preceding kernel
+(PDL).
 For more than MAX_ROUTER_ROWS rows, separate launches for norm and product are faster.
 """
 
@@ -39,11 +40,9 @@ def _rms_norm_kernel(
     EPS: tl.constexpr, ROW_SIZE: tl.constexpr, SPLITS: tl.constexpr, ACC_DTYPE: tl.constexpr, BLOCK: tl.constexpr,
     GROUP_COLUMNS: tl.constexpr, FP8_MAX: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """SPLITS: the number of delta's partial sums; 1 for a delta without splits, 0 for no delta.
-
-    out_ptr: gets the norm; may be None.  rounded_values_ptr: gets the norm rounded to FP8 as in quantise_rows.py, with
-    a scale for each GROUP_COLUMNS columns; may be None.
-    """
+    """delta: the output of a block, which is added to x.  SPLITS: the number of delta's partial sums; 1 for a delta
+    without splits, 0 for no delta.  out_ptr: gets the norm; may be None.  rounded_values_ptr: gets the norm rounded to
+    FP8 as in quantise_rows.py, with a scale for each GROUP_COLUMNS columns; may be None."""
     pdl_trigger_and_wait(USE_PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -56,7 +55,7 @@ def _rms_norm_kernel(
         x += load_sum(delta, delta_split_stride, mask, SPLITS, sum_ptr.dtype.element_ty, ACC_DTYPE)
         # The sum is rounded before the norm, because the residual stream holds the rounded sum.
         x = x.to(sum_ptr.dtype.element_ty)
-        # evict_last: the next norm reads the sum again, after a linear's weights have passed through the L2.
+        # evict_last, because the next norm reads the sum again, after a layer's weights have passed through the L2.
         tl.store(sum_ptr + row * ROW_SIZE + column, x, mask=mask, eviction_policy="evict_last")
         x = x.to(ACC_DTYPE)
     norm = norm_row(x, weight, EPS, ROW_SIZE, ACC_DTYPE)
@@ -73,8 +72,7 @@ def _rms_norm_kernel(
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See ops/norm.py.  Tolerance: two ulps of the reference, because the order of the sum of squares differs.
 
-    A two-dimensional x with contiguous rows, of any row stride, is read in place; other layouts may be copied first.
-    """
+    A two-dimensional x with contiguous rows, of any row stride, is read in place; other layouts may be copied first."""
     flat = x.reshape(-1, x.shape[-1])
     out = torch.empty(flat.shape, dtype=x.dtype, device=x.device)
     _launch_kernel(flat, None, weight, eps, None, out)
@@ -97,6 +95,7 @@ def rounded_norm(
     input_scales: InputScales,
     return_norm: bool = False,
 ) -> tuple[Tensor, Tensor | None, RoundedRows]:
+    """The launcher of ops/norm.py:rounded_norm.  return_norm: whether the unrounded norm is returned too."""
     if not can_round_norm(residual.shape[1], input_scales):
         raise EspalierError(
             f"a norm of {residual.shape[1]} columns is rounded in groups of a power of two, "
@@ -164,8 +163,7 @@ def _norm_router_kernel(
 ):  # fmt: skip
     """SPLITS: the number of delta's partial sums; 1 for a delta without splits.
 
-    rounded_values_ptr: gets the norm rounded to FP8, as in _rms_norm_kernel; may be None.
-    """
+    rounded_values_ptr: gets the norm rounded to FP8, as in _rms_norm_kernel; may be None."""
     pdl_trigger(USE_PDL)
     row = tl.program_id(0).to(tl.int64)
     column, expert = tl.arange(0, BLOCK), tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
@@ -207,6 +205,7 @@ def norm_router(
     rounding: InputScales | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor, InputRows, Tensor]:
+    """The launcher of ops/norm.py:norm_router.  rounding: how the norm is rounded to FP8; None: not rounded."""
     rows, size = residual.shape
     num_experts = router.shape[0]
     partial_sums = delta if delta.ndim == 3 else delta[None]

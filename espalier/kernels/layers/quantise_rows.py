@@ -14,15 +14,16 @@ from espalier.kernels.runtime.launch import chip, is_oversubscribed, next_power_
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 
 # Values that a warp loads, in a large grid and in a small grid.  A small grid has at most one program per
-# multiprocessor.  There the divisions of a thread take most of the time.  So up to MAX_PARTS programs load the same
-# group and find its largest value, and each program divides a part of the group.  The numbers were measured with static
-# scales.  In any grid, a short group has up to FEW_WARPS warps with VALUES_PER_WARP_SMALL_GRID values each.
+# multiprocessor.  In a small grid, the divisions of a thread take most of the time.  So up to MAX_PARTS programs load
+# the same group and find its largest value.  Each of these programs divides a part of the group.  The numbers were
+# measured with static scales.  In any grid, a short group has up to FEW_WARPS warps with VALUES_PER_WARP_SMALL_GRID
+# values each.
 VALUES_PER_WARP, VALUES_PER_WARP_SMALL_GRID = 1024, 256
 VALUES_PER_PART, MAX_PARTS = 1024, 8
 FEW_WARPS, MAX_WARPS, MAX_WARPS_SMALL_GRID = 4, 16, 32
-# Groups per program, if one program per group would take longer to start than to run.
+# Groups per program in a large grid, in which one program per group would take longer to start than to run.
 GROUPS_PER_PROGRAM = 16
-# With block scales, the library multiplies only a multiple of this number of rows.
+# If scales belong to blocks of the matrix, PyTorch's product takes only a multiple of this number of rows.
 LIBRARY_ROW_MULTIPLE = 16
 
 
@@ -40,9 +41,11 @@ def fp8_scale(max_magnitude, static_scale_ptr, FP8_MAX: tl.constexpr):
 
 @kernel
 def divide_by_scale(values, scale, static_scale_ptr, FP8_MAX: tl.constexpr):
-    """Divide float32 values by their scale, see `fp8_scale`.  Static scales: quotients are clamped to FP8's range."""
+    """Divide float32 values by their scale, see `fp8_scale`.  With a static scale, quotients are clamped to FP8's
+    range."""
     if static_scale_ptr is None:
-        # Tiny values are enlarged, so that remainders do not underflow.  An infinite scale turns finite values into 0.
+        # Value and scale are multiplied by a power of two, so that remainders of tiny values do not underflow.  An
+        # infinite scale turns finite values into 0.
         is_infinite = scale == float("inf")
         power = tl.where(scale < 2.0**-64, 2.0**64, tl.where(is_infinite, 0.0, 1.0))
         # No clamp is needed, because the largest value rounds to FP8_MAX.
@@ -87,7 +90,8 @@ def store_rounded_row(
 def store_rounded_row_arguments(
     rounded: RoundedRows | None, input_scales: InputScales | None, block_columns: int
 ) -> dict[str, object]:
-    """Returns the arguments of store_rounded_row for blocks of `block_columns`; placeholders if `rounded` is None."""
+    """Returns the arguments of store_rounded_row, for programs that hold `block_columns` columns; placeholders if
+    `rounded` is None."""
     names = ("rounded_values_ptr", "rounded_scales_ptr", "static_scale_ptr")
     if rounded is None or input_scales is None:
         return dict.fromkeys(names) | {"GROUP_COLUMNS": block_columns, "FP8_MAX": FP8_MAX}
@@ -110,6 +114,7 @@ def _quantise_rows_kernel(
     GROUP_COLUMNS: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr, PART_COLUMNS: tl.constexpr,
     FP8_MAX: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
+    """GROUP_COLUMNS: columns that share a scale.  GROUPS: groups per program.  PART_COLUMNS: columns per part."""
     pdl_trigger_and_wait(USE_PDL)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(2)
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)

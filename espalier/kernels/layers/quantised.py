@@ -1,9 +1,9 @@
-"""Matrices in 8 or 4 bits with scales, and products with them.
+"""Matrices in 8 or 4 bits with scales, and what products with such matrices need.
 
 On a GPU a product stores at most a block of dequantised rows (linear_dequantised.py).  The reference also dequantises
 one block at a time, so a model on a CPU needs memory for its stored weights only.
-Inputs may be rounded to FP8 too.  The scales of a row come from this row or from the checkpoint, so they do not depend
-on other rows.
+Inputs may be rounded to FP8 too.  The scales of an input row come from this row or from the checkpoint, so they do not
+depend on other rows.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E8M0_BIAS = 127
 # Each row of E2M1 scales is padded to a multiple of this many columns, so that kernels load scales without a mask.
 E2M1_SCALE_PADDING = 256
-# Number of columns whose nibbles are interleaved, and their bytes.
+# The number of columns whose nibbles are reordered together (interleave_nibbles), and the bytes of these nibbles.
 INTERLEAVED_COLUMNS = 32
 INTERLEAVED_BYTES = INTERLEAVED_COLUMNS // 2
 # How the bits of E2M1 move within the int32 words of `interleave_nibbles`: (mask of bits, their shift to the left).
@@ -31,11 +31,11 @@ E2M1_BIT_MOVES = (
     *((0x00000700, 20), (0x00080008, 12), (0x00070007, 6), (0x00800080, 4), (0x00700070, -2), (0x40004000, -4)),
     *((0x88008800, -6), (0x37003000, -12)),
 )
-# After the moves, each pair (mask of bits, shift to the left) in turn xors the shifted bits into the word.
+# After the moves, for each pair (mask of bits, shift to the left) in turn, the shifted bits are xored into the word.
 E2M1_BIT_FOLDS = ((0x01000100, -8), (0x00040004, 8), (0x02000000, -8), (0x00020000, -8), (0x00000200, -8))
 # An NVFP4 scale is stored as bits 14 to 7 of float16(scale · SCALE_UNIT).  In this form no scale is subnormal.
 SCALE_UNIT, SCALE_SHIFT = 2.0**7, 7
-# Values that the reference dequantises at once: 16 MiB of float32.
+# The most values that the reference dequantises at once: 16 MiB of float32.
 DEQUANTISED_VALUES_PER_STEP = 2**22
 
 Code = Literal["fp8", "int4", "mxfp4", "nvfp4"]
@@ -49,9 +49,8 @@ BitMoves = Sequence[tuple[int, int]]
 class InputScales:
     """How the inputs of a product are rounded to FP8.
 
-    group_size: columns that share a scale; None: the whole row shares one.  static_scale: float32 [1], the scale of
-    every row; None: a scale is the largest magnitude of its group, divided by FP8_MAX.
-    """
+    group_size: the number of columns that share a scale; None: all columns of a row share one scale.  static_scale:
+    float32 [1], the scale of every row; None: a scale is the largest magnitude of its group, divided by FP8_MAX."""
 
     group_size: int | None = None
     static_scale: Tensor | None = None
@@ -65,8 +64,8 @@ class InputScales:
 class RoundedRows:
     """Inputs of a product that are already rounded to FP8.
 
-    values: FP8 [rows, in].  scales: float32 [rows, groups].  dtype: the dtype before rounding, and of products.
-    """
+    values: FP8 [rows, in].  scales: float32 [rows, groups].  dtype: the dtype before the rounding, which is also the
+    dtype of a product's result."""
 
     values: Tensor
     scales: Tensor
@@ -87,7 +86,8 @@ class QuantisedMatrix:
     code: the format of codes.  codes: for "fp8", float8_e4m3fn [..., out, in].  For other codes, uint8 [..., out, in /
     2] with two columns per byte, in the order of `interleave_nibbles`, which also moves the bits of E2M1.
     scales: [..., ceil(out / rows_per_scale), ceil(in / group_size)], floating point.  For "mxfp4", uint8 exponents.
-    For "nvfp4", uint8, see SCALE_UNIT.  Both are padded, see E2M1_SCALE_PADDING.  Numbers of an NVFP4 scale 0 are ±0.
+    For "nvfp4", uint8, see SCALE_UNIT.  Both are padded, see E2M1_SCALE_PADDING.  If an NVFP4 scale is 0, the numbers
+    of its group are ±0.
     row_scales: for "nvfp4", float64 [..., out], one more factor for each row.  If a file has a divisor instead, this is
     its float64 inverse: the products then have the bits of the format's float32 quotients.
     zeros: for "int4", the zero points, uint8 [..., out, ceil(in / group_size)]; None: all are 8.
@@ -151,8 +151,7 @@ class QuantisedMatrix:
     def permute_rows_in_place(self, new_order: Tensor) -> "QuantisedMatrix":
         """Reorder the rows of all experts [E, out, in], in place.  rows_per_scale must be 1, and zeros None.
 
-        The experts are reordered one by one, so that no second copy of all experts is needed.
-        """
+        The experts are reordered one by one, so that no second copy of all experts is needed."""
         for tensor in (self.codes, self.scales, *(() if self.row_scales is None else (self.row_scales,))):
             for expert in tensor:
                 expert.copy_(expert[new_order.to(expert.device)])
@@ -170,8 +169,7 @@ def make_nibble_matrix(
 ) -> QuantisedMatrix:
     """Make a matrix from packed nibbles in column order: uint8 [..., out, in / 2], low nibbles first.
 
-    scales: as in QuantisedMatrix, but without padding.  For "nvfp4": float8_e4m3fn, at least 0.
-    """
+    scales: as in QuantisedMatrix, but without padding.  For "nvfp4": float8_e4m3fn, at least 0."""
     if code == "nvfp4":
         packed, scales = _without_zero_scales(packed, scales, group_size), _encode_nvfp4_scales(scales)
     if code in E2M1_CODES:
@@ -182,7 +180,7 @@ def make_nibble_matrix(
 
 
 def _without_zero_scales(packed: Tensor, scales: Tensor, group_size: int) -> Tensor:
-    """Replace the numbers in groups of scale 0 by zeros of the same sign, because kernels have no factor 0."""
+    """Replace the numbers in groups of scale 0 by zeros of the same sign, because kernels do not support scale 0."""
     is_zero = scales.view(torch.uint8) == 0
     if not is_zero.any():
         return packed
@@ -199,10 +197,8 @@ def _decode_nvfp4_scales(encoded: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def dequantise(matrix: QuantisedMatrix, dtype: torch.dtype, first_row: int = 0, end_row: int | None = None) -> Tensor:
-    """Dequantises rows first_row .. end_row-1 of a matrix [out, in].  The columns are in the order of the inputs.
-
-    first_row must be a multiple of rows_per_scale.  Each value is rounded once.
-    """
+    """Dequantises rows first_row .. end_row-1 of a matrix [out, in].  The columns of the result are in the order of the
+    inputs.  first_row must be a multiple of rows_per_scale.  Each value is rounded once."""
     rows = slice(first_row, matrix.shape[0] if end_row is None else end_row)
     wide_dtype = torch.promote_types(dtype, torch.float32)
     codes = matrix.codes[rows]
@@ -229,7 +225,7 @@ def dequantise(matrix: QuantisedMatrix, dtype: torch.dtype, first_row: int = 0, 
 
 
 def _fp8_values(codes: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert FP8 codes.  On a CPU a look-up in a table of all pairs takes a third of the time of a conversion."""
+    """Convert FP8 codes.  On a CPU, a table of all pairs of codes takes a third of the time of a conversion."""
     if codes.device.type != "cpu" or codes.shape[1] % 2 or codes.stride(0) % 2:
         return codes.to(dtype)
     pairs = codes.view(torch.uint16).to(torch.int32).flatten()
@@ -238,7 +234,7 @@ def _fp8_values(codes: Tensor, dtype: torch.dtype) -> Tensor:
 
 @cache
 def _fp8_pair_table(dtype: torch.dtype) -> Tensor:
-    """Returns [65536, 2]: the values of the two bytes of every uint16, in memory order."""
+    """Returns [65536, 2]: for every uint16, the FP8 values of its two bytes, in the order of memory."""
     numbers = torch.arange(2**16, dtype=torch.int32).to(torch.uint16)
     return numbers.view(FP8).view(-1, 2).to(dtype)
 
@@ -267,8 +263,8 @@ def interleave_nibbles(packed: Tensor, is_e2m1: bool = False) -> Tensor:
     """Reorder nibbles from column order to the order in which a kernel unpacks them: uint8 [..., in / 2].
 
     Of 32 columns, column 8·p + 2·t + h becomes nibble p + 4·h of the t-th int32 (nibble 0 has the lowest bits).  So one
-    shift and one mask put the neighbours h = 0 and h = 1 into the halves of a word.  In a tensor core four threads
-    share a row, and all columns of thread t are in word t.  The last in % 32 columns stay in order.
+    shift and one mask put the neighbours h = 0 and h = 1 into the two halves of a word.  In a tensor core, four threads
+    (t = 0 to 3) share a row, and all columns of thread t are in word t.  The last in % 32 columns stay in order.
     is_e2m1: E2M1_BIT_MOVES and E2M1_BIT_FOLDS also move the bits of E2M1 within each word w.  After that one mask
     leaves the bits of two bfloat16 numbers: the sign in bit 15, exponent and mantissa in bits 8 to 6.  The mask is
     applied to w, w << 4, w rotated by 10 to the left, and (w >> 2) ^ (w << 6), for p = 0 to 3.  Three shifts cannot
@@ -277,7 +273,7 @@ def interleave_nibbles(packed: Tensor, is_e2m1: bool = False) -> Tensor:
     codes = packed.clone(memory_format=torch.contiguous_format)
     rows = codes.view(-1, packed.shape[-1])
     step = max(DEQUANTISED_VALUES_PER_STEP // max(packed.shape[-1], 1), 1)
-    # The loop takes one block of rows at a time, because the temporary copies are as large as a block.
+    # The loop takes one block of rows at a time, to limit the size of the temporary copies.
     for begin in range(0, len(rows), step):
         interleaved = rows[begin : begin + step, : _num_interleaved_bytes(packed)]
         pairs = interleaved.unflatten(1, (-1, 2, 2, 4))
@@ -330,7 +326,7 @@ def _shift_mask(bit_mask: int, shift: int) -> int:
 
 
 def _num_interleaved_bytes(packed: Tensor) -> int:
-    """Returns how many bytes of a row are interleaved: all but those of the last in % 32 columns."""
+    """Returns how many bytes of a row are interleaved: all bytes except those of the last (in % 32) columns."""
     return packed.shape[-1] // INTERLEAVED_BYTES * INTERLEAVED_BYTES
 
 
@@ -343,7 +339,8 @@ def quantise_inputs(x: Tensor, input_scales: InputScales) -> tuple[Tensor, Tenso
     padded = F.pad(wide_x, (0, -num_in % group_columns)).unflatten(1, (-1, group_columns))
     if input_scales.static_scale is None:
         largest = padded.abs().amax(2)
-        # A group of zeros has scale 1.  The divisor is a tensor, because a GPU would multiply by a number's reciprocal.
+        # A group of zeros has scale 1.  The divisor is a tensor, because PyTorch on a GPU multiplies by the reciprocal
+        # of a Python number instead of dividing.
         scales = torch.where(largest == 0, 1.0, largest / torch.full_like(largest, FP8_MAX))
     else:
         scales = input_scales.static_scale.to(wide_x.dtype).expand(rows, padded.shape[1])

@@ -1,8 +1,10 @@
-"""Plans of quantised linear layers (linear_quantised.py), and the check that a kernel supports a weight.
+"""Plans (launch parameters) of quantised linear layers (linear_quantised.py), and the check that a kernel supports a
+weight.
 
 A plan is measured (linear_plans.py), or a rule gives it.  `candidate_plans` returns the plans worth measuring.  Up to
-MEMORY_BOUND_ROWS rows, memory bandwidth limits the time.  Then the most promising plans come first.  What counts
-is how many programs run at once, how many bytes they have in flight, and how full the last wave is.
+MEMORY_BOUND_ROWS rows, memory bandwidth limits the time.  Then candidate_plans orders plans by an estimate of their
+time.  The estimate counts how many programs run at once, how many bytes they have in flight, and how full the last wave
+is.
 """
 
 from dataclasses import replace
@@ -25,7 +27,7 @@ from espalier.kernels.layers.linear_plans import (
 from espalier.kernels.layers.quantised import E2M1_CODES, E8M0_BIAS, INTERLEAVED_COLUMNS, InputRows, QuantisedMatrix
 from espalier.kernels.runtime.launch import Chip, chip
 
-# The most columns that FP8 units add up before the sum moves to float32 (quantised_tile.py).  Kernels cannot
+# The most columns that FP8 units add up before the sum is added in float32 (quantised_tile.py).  Kernels cannot
 # read this constant, so _fp8_dot repeats the number.
 MAX_FP8_SUM_COLUMNS = 128
 # The most rows of one tile; more rows are divided among several tiles.
@@ -34,13 +36,14 @@ MAX_BLOCK_ROWS = 128
 MAX_EXPONENT = E8M0_BIAS + 65
 # The lowest compute capability for which the compiler supports FP8 (E4M3).
 FP8_CAPABILITY = (8, 9)
-# The most rows for which memory limits the time, and the most for which columns are split.  More rows fill the chip.
+# The most rows for which memory limits the time, and the most rows for which columns are split.  More rows fill the
+# chip without splits.
 MEMORY_BOUND_ROWS, SPLIT_ROWS = 64, 256
-# Up to how many programs per multiprocessor the rule splits columns if memory limits the time, and up to how many warps
-# per multiprocessor if multiplications do.
+# The rule splits columns until this many programs share a multiprocessor, if memory limits the time; if multiplications
+# limit the time, until this many warps share it.
 PROGRAMS_PER_PROCESSOR, WARPS_PER_PROCESSOR = 2, 8
 MAX_SPLITS = 8
-# The fewest steps of a split of FP8 weights.  With fewer steps the pipeline would never be full.
+# The fewest loop steps in a split of FP8 weights.  With fewer steps the pipeline would never be full.
 MIN_STEPS_PER_SPLIT = 4
 # Tiles of 4-bit weights: (most rows of a tile, (block_out, most block_in, warps), the most programs whose registers fit
 # a multiprocessor).  Up to 16 rows a step reads 128 bytes of each weight row.  With more rows, inputs take more bytes
@@ -53,7 +56,7 @@ NIBBLE_TILES = {
     **dict.fromkeys(E2M1_CODES, E2M1_TILES),
 }
 MAX_STAGES = 6
-# With at least this many columns, the last step may be partly empty.
+# If a matrix has at least this many columns, the last step may be partly empty.
 MIN_RAGGED_COLUMNS = 1024
 
 
@@ -66,7 +69,7 @@ def quantised_plan_for(weight: QuantisedMatrix, x: InputRows) -> TritonPlan:
 
 
 def plan_by_rule_for(weight: QuantisedMatrix, x: InputRows) -> TritonPlan:
-    """Returns the plan of `plan_by_rule`; if a Hopper kernel multiplies, with the splits of that kernel."""
+    """Returns the plan of `plan_by_rule`.  If a Hopper kernel multiplies, the plan has the splits of that kernel."""
     (num_out, num_in), grouped = weight.shape, weight.group_size < weight.shape[-1]
     input_bytes, gpu = 1 if weight.input_scales is not None else x.dtype.itemsize, chip(weight.codes)
     plan = plan_by_rule(len(x), num_out, num_in, weight.code, max_block_in(weight), grouped, gpu, input_bytes)
@@ -76,7 +79,8 @@ def plan_by_rule_for(weight: QuantisedMatrix, x: InputRows) -> TritonPlan:
 
 
 def tuning_format_name(weight: QuantisedMatrix) -> str:
-    """Returns the format's name in tuning tables, with everything that changes a kernel's time."""
+    """Returns the name of the weight's format in tuning tables.  The name has every property that changes a kernel's
+    time."""
     group = "" if weight.group_size >= weight.shape[-1] else f"-{weight.rows_per_scale}x{weight.group_size}"
     inputs = "" if weight.input_scales is None else f"-inputs{weight.input_scales.group_size or ''}"
     return f"{weight.code}{group}{inputs}"
@@ -85,8 +89,8 @@ def tuning_format_name(weight: QuantisedMatrix) -> str:
 def max_block_in(weight: QuantisedMatrix) -> int:
     """Returns the most columns of a weight tile.
 
-    FP8: the columns that share a scale.  If MAX_FP8_SUM_COLUMNS divides their number: 2 · MAX_FP8_SUM_COLUMNS.
-    """
+    For FP8, this is the number of columns that share a scale; if MAX_FP8_SUM_COLUMNS divides that number, it is 2 ·
+    MAX_FP8_SUM_COLUMNS."""
     if weight.code != "fp8":
         return 256
     groups = [weight.group_size]
@@ -107,10 +111,10 @@ def plan_by_rule(
     gpu: Chip,
     input_bytes: int = 2,
 ) -> TritonPlan:
-    """Returns the plan where nothing is measured.
+    """Returns the plan of a shape that was not measured.
 
-    is_grouped: whether each group of columns has its own scale.  input_bytes: bytes of an input, for FP8 weights.
-    """
+    is_grouped: whether each group of columns has its own scale.  input_bytes: the bytes of one input value, for FP8
+    weights."""
     tile = min(block_rows(num_rows), MAX_BLOCK_ROWS)
     num_tiles = -(-num_rows // tile)
     max_splits = MAX_SPLITS if num_rows <= SPLIT_ROWS else 1
@@ -159,7 +163,8 @@ def fp8_plan_by_rule(
 
 
 def _wave_fill(num_programs: int, gpu: Chip) -> float:
-    """Returns which share of the multiprocessors is busy, on average over the waves of `num_programs` programs."""
+    """Returns the share (0 to 1) of the multiprocessors that is busy, on average over the waves of `num_programs`
+    programs."""
     return num_programs / (-(-num_programs // gpu.processors) * gpu.processors)
 
 
@@ -179,19 +184,19 @@ def nibble_plan_by_rule(
     programs_per_sm = min(-(-programs * splits // gpu.processors), max_programs)
     shared = gpu.shared_memory_per_program(programs_per_sm)
     plan = TritonPlan(block_out, block_in, splits, warps, 1)
-    # Codes have one stage less than inputs, because the running step holds its codes in registers.
+    # Codes need one stage less than inputs, because the running step has its codes in registers.
     codes, inputs = code_bytes_per_step(plan, code), tile_rows * plan.block_in * 2
     return replace(plan, stages=max(min((shared + codes) // (codes + inputs), MAX_STAGES), 2))
 
 
 def stage_bytes(plan: TritonPlan, tile_rows: int, weight: QuantisedMatrix) -> int:
-    """Returns bytes of shared memory per pipeline stage, with `tile_rows` rows of inputs."""
+    """Returns the bytes of shared memory per pipeline stage, with `tile_rows` rows of inputs."""
     input_bytes = 2 if weight.input_scales is None else 1
     return code_bytes_per_step(plan, weight.code) + tile_rows * plan.block_in * input_bytes
 
 
 def code_bytes_per_step(plan: TritonPlan, code: str) -> int:
-    """Returns bytes of the codes of a step, with the E2M1 scales that are loaded together with codes."""
+    """Returns the bytes of one step's codes, including the E2M1 scales that are loaded with the codes."""
     values = plan.block_out * plan.block_in
     return values if code == "fp8" else values // 2 + values // {"int4": values, "mxfp4": 32, "nvfp4": 16}[code]
 
@@ -227,7 +232,7 @@ def has_words_of_two_groups(weight: QuantisedMatrix) -> bool:
     return columns % INTERLEAVED_COLUMNS != 0 or weight.shape[-1] % INTERLEAVED_COLUMNS != 0
 
 
-# Candidates if memory limits the time, and if multiplications do: (block_out, warps), stages, splits (split-K).
+# Candidates if memory limits the time, and if multiplications limit it: (block_out, warps), stages, splits (split-K).
 MEMORY_BOUND_CANDIDATES = (((64, 4), (128, 4), (128, 8), (32, 4), (256, 8)), (4, 5, 6, 3, 8, 2), (1, 2, 3, 4, 6, 8))
 COMPUTE_BOUND_CANDIDATES = (((64, 4), (128, 4), (128, 8)), (2, 3, 4), (1, 2, 4, 3))
 # The most weights of a step, and the most sums, that a thread holds in registers.
@@ -242,10 +247,10 @@ SUM_SPLITS_US = 1.0
 
 
 def candidate_plans(num_rows: int, weight: QuantisedMatrix, gpu: Chip) -> list[TritonPlan]:
-    """Returns the plans to measure against the rule's plan; none for FP8 groups of less than MIN_BLOCK_IN columns.
+    """Returns the plans to compare with the rule's plan by measurement; none for FP8 groups of less than MIN_BLOCK_IN
+    columns.
 
-    The plans of different tiles alternate, so that the first few plans include the best plan of each tile.
-    """
+    The plans of different tiles alternate, so that the first few plans include the best plan of each tile."""
     num_in, max_columns, is_fp8 = weight.shape[-1], max_block_in(weight), weight.code == "fp8"
     tile = min(block_rows(num_rows), MAX_BLOCK_ROWS)
     candidates = MEMORY_BOUND_CANDIDATES if num_rows <= MEMORY_BOUND_ROWS else COMPUTE_BOUND_CANDIDATES
@@ -279,7 +284,7 @@ def _fits_chip(plan: TritonPlan, tile_rows: int, weight: QuantisedMatrix, gpu: C
 
 
 def _streaming_us(plan: TritonPlan, tile_rows: int, weight: QuantisedMatrix, gpu: Chip) -> float:
-    """Returns the microseconds of a plan by a model that counts only memory.  Only the order of the plans is used."""
+    """Estimates a plan's microseconds by a model that counts only memory.  Only the order of estimates is used."""
     num_out, num_in = weight.shape
     programs = -(-num_out // plan.block_out) * plan.splits
     shared_memory = stage_bytes(plan, tile_rows, weight) * plan.stages

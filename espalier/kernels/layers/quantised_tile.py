@@ -1,8 +1,8 @@
 """The inner loop of every product with a quantised matrix, for linear layers and experts.
 
 A program multiplies a block of matrix rows with a tile of inputs.  The program reads the stored codes and decodes them
-in registers.  FP8 values, nibbles minus their zero points, and E2M1 values times powers of two are exact
-in bfloat16, so only the float32 sums round.  Other scales are multiplied with the sum of each group.
+in registers.  FP8 values, nibbles minus their zero points, and E2M1 values times powers of two are exact in bfloat16,
+so only the float32 sums are rounded.  Scales that are no powers of two are multiplied with the sum of each group.
 quantised_nibbles.py has the code for 4 bits.
 
 Inputs that are rounded to FP8 are multiplied with FP8 weights directly, on the chip's FP8 units.  FP8 units add with
@@ -22,7 +22,7 @@ from espalier.kernels.runtime.pdl import prefetch
 
 # Bytes of an L2 line.  Kernels cannot read this constant, so prefetch_codes repeats it.
 LINE_BYTES = 128
-# The numbers that kernels use for the codes of espalier/kernels/layers/quantised.py:QuantisedMatrix.
+# The numbers that kernels use for QuantisedMatrix.code (quantised.py).
 FORMAT_CODES = {"fp8": 0, "int4": 1, "mxfp4": 2, "nvfp4": 3}
 
 
@@ -81,7 +81,8 @@ def _fp8_dot(
     GROUP_SIZE: tl.constexpr, ROWS_PER_SCALE: tl.constexpr, INPUT_GROUP_SIZE: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN_IN: tl.constexpr,
 ):  # fmt: skip
-    """Returns the product of quantised_dot for FP8 codes.  Long reads are faster, so a step may have several sums."""
+    """Returns the product of quantised_dot for FP8 codes.  A step reads BLOCK_IN columns, because long reads are
+    faster.  FP8 units sum at most 128 columns, so a step may have several sums."""
     # The value of MAX_FP8_SUM_COLUMNS.
     STEP: tl.constexpr = BLOCK_IN if BLOCK_IN < 128 else 128
     ks = k_begin + tl.arange(0, STEP)

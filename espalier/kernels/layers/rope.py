@@ -1,4 +1,5 @@
-"""A layer's QKV before attention: norm the Q and K heads, apply RoPE, and store K and V rows in the cache.
+"""The operations on a layer's QKV before attention: norm the Q and K heads, apply RoPE, store K and V rows in the
+cache.
 
 On a GPU this is one launch.  The launch overwrites the Q heads in place if qkv has no partial sums and no gates.  Grid:
 (rows, blocks of heads).  A program takes BLOCK_H heads of one row, so the heads of a single row spread over many SMs.
@@ -25,6 +26,7 @@ BLOCKS_PER_PROGRAM = 4
 
 @kernel
 def _load_converted(pointer, mask, ACC_DTYPE: tl.constexpr):
+    """Load values, 0 where mask is false, and convert them to ACC_DTYPE."""
     return tl.load(pointer, mask=mask, other=0.0).to(ACC_DTYPE)
 
 
@@ -45,7 +47,7 @@ def _store_heads(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, ACC_DTYPE: tl.constexpr, FP8_MAX: tl.constexpr,
 ):  # fmt: skip
     """Store values [H, C]: Q heads in a row of `out`, K and V heads in a row of K and a row of V.
-    destinations: pointers and strides."""
+    destinations: pointers and strides of `out`, K and V."""
     out_ptr, out_stride_h, k_ptr, v_ptr, k_stride_h, v_stride_h, k_scale_ptr, v_scale_ptr = destinations
     tl.store(out_ptr + head[:, None] * out_stride_h + column[None, :], values, mask=mask & (head < HEADS)[:, None])
     k_head, v_head = head - HEADS, head - HEADS - KV_HEADS
@@ -70,8 +72,7 @@ def _rotate_kernel(
 ):  # fmt: skip
     """left, right: the halves of a head's rotated values; rest: the unrotated values after them.
     V_IS_K: qkv has no V heads; each K head is also stored as V, before RoPE, normed if HAS_V_NORM.
-    HAS_GATES: qkv has a gate after each Q head.  FP8_MAX: the largest FP8 value, for K and V rows in FP8.
-    """
+    HAS_GATES: qkv has a gate after each Q head.  FP8_MAX: the largest FP8 value, for K and V rows in FP8."""
     pdl_trigger_and_wait(USE_PDL)
     n = tl.program_id(0).to(tl.int64)
     row = tl.load(row_ptr + n * row_stride_n)
@@ -139,7 +140,7 @@ def rotate_and_store(
     v_buffer: Tensor,
     scales: KVScales | None = None,
 ) -> Tensor:
-    """See ops/rope.py.  Tolerance: one ulp of the reference.  Both round once from float32; the reference may fuse
+    """See ops/rope.py.  Tolerance: one ulp.  Kernel and reference round once from float32, but the reference may fuse
     multiply-adds.  Raises EspalierError for other shapes, dtypes or strides."""
     sums = qkv[None] if qkv.ndim == 3 else qkv
     dtype = k_buffer.dtype if scales is None else scales.dtype

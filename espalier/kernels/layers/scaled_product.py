@@ -1,4 +1,5 @@
-"""The library's product of FP8 inputs with an FP8 matrix, for many rows: torch.nn.functional.scaled_mm.
+"""PyTorch's product of FP8 inputs with an FP8 matrix, for many rows: torch.nn.functional.scaled_mm.  In this file, it
+is called the library's product.
 
 The library has two such products.  The first, for compute capability 8.9 and later, has one scale per row of the inputs
 and of the matrix.  The second, for Hopper only, has one scale per 128 columns of an input row, and one per 128 x 128
@@ -13,9 +14,9 @@ from espalier.kernels.layers.quantised import InputRows, InputScales, QuantisedM
 from espalier.kernels.ops.linear import quantise_rows
 from espalier.kernels.runtime.launch import HOPPER, Chip, chip
 
-# The most rows that our kernel multiplies: with row scales, and with block scales.  Above, the library multiplies, if
-# it supports the product.  With row scales and a matrix that fills the chip, the library multiplies above TILE_ROWS
-# rows.
+# The most rows that our kernel multiplies: with row scales, and with block scales.  For more rows the library
+# multiplies, if it supports the product.  With row scales and a matrix that fills the chip, the library already
+# multiplies for more than TILE_ROWS rows.
 MAX_KERNEL_ROWS, MAX_KERNEL_ROWS_IN_BLOCKS = 256, 64
 # Rows and outputs of the largest tile of our kernel (linear_quantised.py).  If the tiles of TILE_ROWS rows fill the
 # chip, more rows double our kernel's time, but not the library's.
@@ -28,7 +29,8 @@ SCALE_BLOCKS_PER_READ = 4
 
 
 def max_kernel_rows(input_scales: InputScales, gpu: Chip) -> int:
-    """Returns the most rows that the previous launch may round.  For more rows scaled_product rounds its inputs."""
+    """Returns the most rows of inputs that the previous launch may round to FP8.  For more rows, scaled_product rounds
+    them."""
     has_block_scales = input_scales.group_size == SCALE_BLOCK and gpu.capability[0] == HOPPER[0]
     return MAX_KERNEL_ROWS_IN_BLOCKS if has_block_scales else MAX_KERNEL_ROWS
 
@@ -48,8 +50,7 @@ def library_supports_product(x: InputRows, weight: QuantisedMatrix) -> bool:
 def scaled_product(x: InputRows, weight: QuantisedMatrix, bias: Tensor | None) -> Tensor:
     """Return x [rows, in] · weightᵀ + bias as a new tensor [rows, out].  Needs library_supports_product(x, weight).
 
-    Tolerance: as linear_quantised.py for rounded inputs on a GPU.
-    """
+    Tolerance: as linear_quantised.py for rounded inputs on a GPU."""
     assert weight.input_scales is not None
     num_out, scales = weight.shape[0], weight.scales.float()
     if _has_row_scales(weight):
@@ -69,7 +70,8 @@ def scaled_product(x: InputRows, weight: QuantisedMatrix, bias: Tensor | None) -
 
 
 def _has_row_scales(weight: QuantisedMatrix) -> bool:
-    """Returns whether each input row has one scale, and each matrix row has one scale, or all rows share one."""
+    """Returns whether each input row has one scale, and whether each matrix row has one scale or all matrix rows share
+    one."""
     (num_out, num_in), inputs = weight.shape, weight.input_scales
     return (
         inputs is not None

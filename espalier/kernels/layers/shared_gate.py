@@ -1,7 +1,7 @@
-"""A shared expert's gate and its product with the expert's result, in one launch.
+"""Computes a shared expert's gate and multiplies the expert's result by it, in one launch.
 
-Grid: (rows, blocks of the result).  Each program of a row computes the product with the gate's weight again, and
-loads this weight before it waits for the previous kernel (PDL).
+Grid: (rows, blocks of the result).  Each program computes its row's gate, and loads the gate's weight before it waits
+for the previous kernel (PDL).
 """
 
 import triton.language as tl
@@ -21,6 +21,7 @@ def _scale_by_gate_kernel(
     NUM_IN: tl.constexpr, ROW_SIZE: tl.constexpr, SPLITS: tl.constexpr, ACC_DTYPE: tl.constexpr, BLOCK_IN: tl.constexpr,
     BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
+    """SPLITS: partial sums of `result`.  NUM_IN, ROW_SIZE: the columns of x and of the result."""
     pdl_trigger(USE_PDL)
     row, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_IN)
     gate = tl.load(gate_ptr + column, mask=column < NUM_IN, other=0.0).to(ACC_DTYPE)

@@ -49,8 +49,7 @@ SILU, GELU_TANH, RELU2 = Activation(), Activation(kind="gelu_tanh"), Activation(
 def gated_activation(gate_up: Tensor, activation: Activation = SILU) -> Tensor:
     """Apply the activation to gate_up: [N, 2·I], gate first, or [N, I] if there is no gate.  Returns [N, I].
 
-    Raises EspalierError for an odd number of columns if there is a gate.
-    """
+    Raises EspalierError for an odd number of columns if there is a gate."""
     if gate_up.shape[1] % 2:
         num_up_columns(gate_up.shape[1], activation)
     if activation is SILU or activation.is_silu:
@@ -76,8 +75,8 @@ def activation_rounded_once(gate_up: Tensor, activation: Activation) -> Tensor:
 
 
 def num_up_columns(num_columns: int, activation: Activation) -> int:
-    """Returns the number of columns of up, given num_columns, the columns of gate and up (without a gate, of up).
-    Raises EspalierError if gate and up have an odd number of columns."""
+    """Returns the number of columns of up.  num_columns: the columns of gate and up together; without a gate, of up
+    alone.  Raises EspalierError if gate and up have an odd number of columns."""
     if num_columns % activation.num_matrices:
         raise EspalierError(f"gate_up holds gate and then up: it needs an even number of columns, not {num_columns}")
     return num_columns // activation.num_matrices

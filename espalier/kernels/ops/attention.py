@@ -56,8 +56,7 @@ def apply_sink(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
     """Returns `out` [..., heads, v_size] with attention sinks: a sink is one more logit in a head's softmax.
 
     A sink has no value, so `out` is multiplied by exp(lse) / (exp(lse) + exp(sink)).  lse: [..., heads], natural log,
-    without the sink.  sink: [heads].
-    """
+    without the sink.  sink: [heads]."""
     finite_lse = lse.masked_fill(lse == -torch.inf, 0)
     return (out * torch.sigmoid(finite_lse - sink.to(lse.dtype))[..., None]).to(out.dtype)
 
@@ -67,7 +66,7 @@ KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_LATENT_HEAD_SIZE = 256
 # A tile's output stays in registers: 64 queries x 512 float32 values take half of a multiprocessor's registers.
 MAX_HEAD_SIZE = MAX_V_SIZE = 512
-# The most values of a latent row.
+# The most values of a latent row (latent and RoPE part together).
 MAX_ROW_SIZE = 576
 OutAndLse = tuple[Tensor, Tensor]
 T = TypeVar("T")
@@ -79,8 +78,8 @@ class Prefix:
 
     page_table: [B, table_width] int32.  length: [B] int64.  The rows first_position .. length-1 exist.  first_position
     is 1 for an EAGLE draft, because a row is computed from the target's hidden state at the position before.
-    plan_cache: values that an attention backend computes once for all passes over this prefix, such as its splits.
-    If a length may have changed, a new Prefix must be made.
+    plan_cache: values that an attention backend computes once for all passes over this prefix, such as KVSplits.  After
+    any change of `length`, a new Prefix must be made, because plan_cache may be out of date.
     """
 
     page_table: Tensor
@@ -106,7 +105,7 @@ class Nodes:
     """The queries and the staged rows (new K and V) of a pass.
 
     positions: [B, Q] int64, the queries' positions.  row_positions: [B, R] int64, the positions of the staged rows.
-    Without staged rows (R = 0), queries attend to committed rows alone.
+    Without staged rows (R = 0), queries attend only to committed rows.
     ancestor_bits: [B, Q, W] int64, the staged rows that a query attends to (its ancestors and itself).  None: the rows
     are a chain, every row is a query, and query i attends to rows 0 to i.
     parents: [B, R], each row's parent row; the root is its own parent.  Only layers with a recurrent state read this
@@ -120,7 +119,7 @@ class Nodes:
 
     @classmethod
     def chain(cls, positions: Tensor) -> Nodes:
-        """Returns the Nodes of a chain at positions [B, Q], with Q = R."""
+        """Returns the Nodes of a chain at positions [B, Q].  Every row is a query, so R is Q."""
         return cls(positions, positions, None)
 
     def single_query(self, row: Tensor) -> Nodes:
@@ -138,8 +137,8 @@ class AttentionInputs(NamedTuple):
     """The arguments of one launch of an attention kernel.
 
     q: [B, Q, heads, k_size].  pages: K and V, [rows, kv_heads, size], where row = page * page_size + offset.
-    splits: the splits of the committed rows (KVSplits), for this window.  scale: the factor of q · k.
-    staged: K and V of the staged rows, [B, R, kv_heads, size]; None: queries attend to committed rows alone.
+    splits: the splits of the committed rows; with a window, of the rows inside the window.  scale: the factor of q · k.
+    staged: K and V of the staged rows, [B, R, kv_heads, size]; None: queries attend only to committed rows.
     window, softcap: see LayerSpec.  sink: see apply_sink.  kv_scales: the scales of committed and staged K and V in
     FP8; None for other dtypes.
     """
@@ -172,8 +171,7 @@ class AttentionInputs(NamedTuple):
 class PartialResults:
     """The attention results of each split: out [B * max_splits, Q, heads, v_size] and lse [B * max_splits, Q, heads].
 
-    Both are float32.  lse, the log-sum-exp, is base 2.  If a request has a single split, its entry is not written.
-    """
+    Both are float32.  lse, the log-sum-exp, is base 2.  The entry of a request with a single split is not written."""
 
     out: Tensor
     lse: Tensor
@@ -186,7 +184,8 @@ class PartialResults:
 
 
 def empty_prefix(batch: int, device: torch.device) -> tuple[Prefix, KVSplits]:
-    """Returns prefixes without rows, and their splits.  For such a prefix, the kernel reads staged rows alone."""
+    """Returns (a Prefix without rows for each request, its splits).  With such a prefix, a kernel reads only staged
+    rows."""
     starts = torch.ones(2 * batch + 1, dtype=torch.int32, device=device)
     starts[: batch + 1] = torch.arange(batch + 1, dtype=torch.int32, device=device)
     table = torch.zeros(batch, SPLIT_COLUMNS, dtype=torch.int32, device=device)
@@ -214,7 +213,8 @@ def has_staged_kernel(inputs: AttentionInputs) -> bool:
 def count_contiguous_blocks(
     splits: KVSplits, page_table: Tensor, page_size: int, first_position: int, block_rows: int
 ) -> Tensor:
-    """Returns [B * max_splits] int32: how many blocks at the beginning of each split are contiguous in the page pool.
+    """Returns [B * max_splits] int32: how many of a split's first blocks have their rows side by side in the memory of
+    pages.
 
     Only unmasked blocks are counted: full blocks whose rows all exist (work_items.py:count_committed_blocks).  Counting
     stops at the first block that is not contiguous.  Entries past the last split are undefined.
@@ -239,8 +239,7 @@ def merge_results(first_result: OutAndLse, second_result: OutAndLse, sink: Tenso
     """Merges the attention results over two disjoint sets of keys.  Returns out in the dtype of the first result.
 
     first_result, second_result: out [..., heads, v_size] and lse [..., heads], natural log.  An lse may be -inf; if
-    both are -inf, the returned out is zero.  sink: [heads], see apply_sink.
-    """
+    both are -inf, the returned out is zero.  sink: [heads], see apply_sink."""
     (out_a, lse_a), (out_b, lse_b) = first_result, second_result
     lse = torch.logaddexp(lse_a, lse_b)
     if sink is not None:
@@ -254,11 +253,10 @@ def merge_results(first_result: OutAndLse, second_result: OutAndLse, sink: Tenso
 def merge_splits(
     partial_results: PartialResults, splits: KVSplits, out: Tensor, lse: Tensor, sink: Tensor | None = None
 ) -> None:
-    """Merge the results of requests with several splits into out [B, Q, heads, v_size] and lse [B, Q, heads].
+    """Merge partial_results of requests with several splits into out [B, Q, heads, v_size] and lse [B, Q, heads].
 
     lse is float32, natural log, and does not include the sink.  sink: [heads], see apply_sink.  A query that attends to
-    no rows gets zeros and lse -inf.
-    """
+    no rows gets zeros and lse -inf."""
     batch, starts = out.shape[0], splits.starts.tolist()
     for request in range(batch):
         start, count = starts[request], starts[batch + 1 + request]
@@ -289,7 +287,7 @@ def tree_attention(
     None: it is chosen by shape.  num_contiguous_blocks: the result of count_contiguous_blocks for these splits.
     Without these counts the launch is slower; the result is the same.
     """
-    # The reference is one masked attention over all rows.  Rows that do not exist are read as zeros.
+    # The reference is one masked attention over all rows.  Rows that do not exist are replaced by zeros.
     (batch, queries), table = inputs.nodes.positions.shape, inputs.prefix.page_table
     row_positions = torch.arange(table.shape[1] * inputs.page_size, device=inputs.q.device).expand(batch, -1)
     exists = inputs.prefix.contains(row_positions)
@@ -315,18 +313,16 @@ def latent_attention(
     """Computes attention of queries over latent rows (MLA): one KV head whose V is the first part of K.
 
     Arguments and results are those of tree_attention.  V must be a view of K, both in pages and in staged rows.
-    Windows, sinks and soft-caps are not supported.
-    """
+    Windows, sinks and soft-caps are not supported."""
     return tree_attention.reference(inputs)
 
 
 @op("espalier.kernels.attention.tree_attention", condition=has_staged_kernel)
 def staged_attention(inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
-    """Computes attention of each query over its own and its ancestors' staged rows alone.
+    """Computes attention of each query only over staged rows: its own row and the rows of its ancestors.
 
     inputs: `prefix` and `splits` must come from empty_prefix.  Returns out [B, Q, heads, v_size] in q's dtype and lse
-    [B, Q, heads], natural log.  A query that attends to no rows gets zeros and lse -inf.
-    """
+    [B, Q, heads], natural log.  A query that attends to no rows gets zeros and lse -inf."""
     assert inputs.staged is not None
     seen = inputs.nodes.visible_rows(inputs.window)
     return masked_attention(inputs.q, *inputs.staged, seen, inputs.scale, inputs.kv_scales, inputs.softcap)

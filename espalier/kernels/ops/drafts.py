@@ -1,4 +1,5 @@
-"""Operations of drafts: input rows, the paths and convolutions of block drafts, and n-gram lookup."""
+"""Operations of draft models: their input rows, the paths and convolutions of block drafts (one pass for all depths),
+and n-gram lookup."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ class Candidates(NamedTuple):
     tokens: [B, S, R, K] int64.  scores: [B, S, R, K] float32, log-probabilities (at most 0).  A score of -inf means
     that there is no candidate.  next_rows: [B, S, R, K] int32, the row of the next depth that holds the candidate's
     children; -1 for no children.  Depth 1 has one row, row 0.  If scores do not depend on the parent token, R is 1.
-    The values of a row that no candidate leads to are undefined.
+    The values of a row that is in no candidate's next_rows are undefined.
     """
 
     tokens: Tensor
@@ -55,12 +56,12 @@ class Candidates(NamedTuple):
 def _search_best_paths(
     tokens: list, scores: list, next_rows: list, num_nodes: int
 ) -> tuple[list[tuple[int, int, int]], list[float]]:
-    """Returns (token, parent, depth) of each node of one request's tree, and the nodes' path scores.  The root is VOID.
+    """Returns ((token, parent, depth) of each node, path score of each node) for one request's tree.  The root has
+    token VOID.
 
-    tokens, scores, next_rows: the request's part of Candidates, as nested lists.
-    """
+    tokens, scores, next_rows: the request's part of Candidates, as nested lists."""
     tree, path_scores = [(VOID, 0, 0)], [0.0]
-    # An entry: ((minus the path's score, depth, parent node, candidate's index, row), score of the parent's path).
+    # An entry: ((minus the path's score, depth, parent node, index in the row, row), score of the parent's path).
     frontier = [((-scores[0][0][0], 1, 0, 0, 0), 0.0)]
     while len(tree) < num_nodes and frontier:
         (negated_score, depth, parent, candidate, row), parent_score = heappop(frontier)
@@ -109,7 +110,7 @@ class NgramMatches(NamedTuple):
 
 
 def match_lengths(history: Tensor, root_positions: Tensor) -> Tensor:
-    """Returns [B, W]: how many tokens up to each position of `history` [B, W] match the last tokens (find_matches)."""
+    """Returns [B, W]: how many tokens, ending at each position of `history` [B, W], equal the request's last tokens."""
     positions = torch.arange(history.shape[1], device=history.device).expand_as(history)
     matching = positions < root_positions[:, None]
     length = torch.zeros_like(history)
@@ -128,11 +129,12 @@ def max_history_length(root_positions: Tensor) -> int:
 
 @op("espalier.kernels.tree.select_paths")
 def select_paths(root: Tensor, candidates: Candidates, num_nodes: int) -> Tree:
-    """Returns the trees of the root's token [B] int64 and the best num_nodes - 1 paths of candidates, best first.
+    """Returns trees of num_nodes nodes: the root, and the last candidate of each of the best num_nodes - 1 paths, best
+    first.  root: [B] int64, the root's token.
 
-    Each node is the end of a path.  Among paths of equal score, the order is: lower depth, then the parent that was
-    selected first, then the candidate that comes first in its row.  If there are too few paths, the remaining nodes are
-    void, as in ops/tree.py:select_tree.  Raises EspalierError if sizes do not agree.
+    Among paths of equal score, the order is: lower depth, then the parent that was selected first, then the candidate
+    that comes first in its row.  If there are too few paths, the remaining nodes are void (token -1), as in
+    ops/tree.py:select_tree.  Raises EspalierError if sizes do not agree.
     """
     _, steps, _, _ = check_path_sizes(root, candidates, num_nodes)
     tokens, next_rows = candidates.tokens.tolist(), candidates.next_rows.tolist()
@@ -170,8 +172,8 @@ def find_matches(history: Tensor, history_rows: Tensor, root_positions: Tensor, 
 
 
 def convolve_block(x: Tensor, group_taps: Tensor, base_taps: Tensor, block_width: int) -> Tensor:
-    """Convolves x [N, H] over the rows of each block of `block_width` rows.  Row i uses the coefficients base_taps
-    [T, H] + group_taps[i] [T, G] for T taps; a group is H / G adjacent channels."""
+    """Convolves x [N, H] over the rows of each block of `block_width` rows.  The coefficients of row i, for T taps, are
+    base_taps [T, H] + group_taps[i] [T, G].  A group is H / G adjacent channels."""
     wide_dtype = torch.promote_types(x.dtype, torch.float32)
     group_channels = x.shape[1] // group_taps.shape[2]
     coefficients = base_taps.to(wide_dtype) + group_taps.to(wide_dtype).repeat_interleave(group_channels, 2)
@@ -202,9 +204,10 @@ def check_block_conv(x: Tensor, weight: Tensor, base_taps: Tensor, block_width: 
 def block_conv(x: Tensor, weight: Tensor, base_taps: Tensor, block_width: int) -> tuple[Tensor, Tensor]:
     """Convolves the input of a sublayer of a DFlash 2 draft, in blocks of `block_width` rows.
 
-    Returns (convolved rows [N, H], coefficients [N, T, G] for block_conv_norm, which convolves the sublayer's output),
-    both in x's dtype.  x: [N, H], normed rows.  weight: [2 · T · G, H] for T taps and G groups; the rows for the input
-    come before the rows for the output.  base_taps: [T, H].  Raises EspalierError if sizes do not agree.
+    Returns (convolved rows [N, H], coefficients [N, T, G]), both in x's dtype.  block_conv_norm uses the coefficients
+    to convolve the sublayer's output.  x: [N, H], normed rows.  weight: [2 · T · G, H] for T taps and G groups; the
+    rows for the input come before the rows for the output.  base_taps: [T, H].  Raises EspalierError if sizes do not
+    agree.
     """
     taps, groups = check_block_conv(x, weight, base_taps, block_width)
     delta = F.linear(x, weight).view(len(x), 2, taps, groups)
@@ -249,7 +252,7 @@ class DraftHidden:
 
     parents: [B, Q] int64, the row of `hidden` for each input row; None: R is Q, and input row q takes hidden row q.
     embed_norm, hidden_norm: [H], the weights of the RMS norms of embeddings and hidden states.
-    normed_residual: whether the residual stream starts with the normed hidden state instead of `hidden`.
+    normed_residual: whether the residual stream starts with the normed hidden states.  If not, it starts with `hidden`.
     """
 
     hidden: Tensor

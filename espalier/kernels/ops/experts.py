@@ -17,7 +17,8 @@ from espalier.kernels.runtime.op import op
 
 SCORINGS = ("softmax", "sigmoid", "topk_softmax")
 GROUP_SCORES = ("max", "top2_sum")
-# The most rows for which the kernel of the experts also takes shared experts: each of their pieces is then one tile.
+# The most rows for which the kernel of the routed experts also computes the shared experts: up to here, each piece of
+# the shared experts is one tile.
 MAX_SHARED_ROWS = MIN_BLOCK_ROWS
 # The matrices of experts, [E, out, in].
 ExpertMatrix = Tensor | QuantisedMatrix
@@ -27,8 +28,8 @@ ExpertMatrix = Tensor | QuantisedMatrix
 class Routing:
     """How the router chooses top_k of num_experts experts for a row, and how it weights them.
 
-    scoring: how logits become scores.  softmax, sigmoid: by this function of all logits.  topk_softmax: the scores are
-    the logits, and the weights are the softmax of the chosen logits.
+    scoring: how logits become scores.  softmax, sigmoid: the scores are this function of all logits.  topk_softmax: the
+    scores are the logits, and the weights are the softmax of the chosen logits.
     norm_topk_prob: whether the weights are divided by their sum plus norm_eps, because the sum of sigmoids may be 0.
     routed_scaling_factor: a factor of the weights, applied after this division.
     n_group, topk_group: neighbouring experts form n_group groups.  Experts are chosen from the best topk_group groups
@@ -190,10 +191,10 @@ def grouped_experts(
 ) -> Tensor:
     """Returns the weighted results of each row's K experts: parts [K + S + num_extra_parts, N, H], to be added up.
 
-    x: [N, H]; RoundedRows must be rounded as gate_up needs.  gate_up: [E, 2·I, H], the rows of gate, then the rows of
-    up; [E, I, H] if the activation has no gate.  down: [E, H, I].
+    x: [N, H]; if x is RoundedRows, it must be rounded as gate_up.input_scales says.  gate_up: [E, 2·I, H], the rows of
+    gate, then the rows of up; [E, I, H] if the activation has no gate.  down: [E, H, I].
     expert_ids: [N, K] int64, distinct in each row.  Part k is the result of expert_ids[:, k].
-    routing_weights: [N, K], float32 (float64 for float64), the dtype of the parts.  They also weight biases of down.
+    routing_weights: [N, K], float32 (float64 for float64), the dtype of the parts.  The bias of `down` is weighted too.
     live_rows: [N] bool, the rows that go to experts.  The first K parts of other rows are 0.  None: all rows are live.
     num_extra_parts: the number of further parts at the end, which the caller writes.
     shared_experts: S pieces, for at most MAX_SHARED_ROWS rows and dense experts without biases, all with SILU.  The S

@@ -28,8 +28,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan) -> 
     """Returns x · weightᵀ + bias for x [rows, in]: a new tensor [rows, out] in x's dtype.
 
     plan: how the product is computed; None: by F.linear.  The bits of a row depend on the plan, but never on the values
-    of other rows.  With a TritonPlan they also depend on block_rows(rows); with other plans, on the number of rows.
-    """
+    of other rows.  With a TritonPlan they also depend on block_rows(rows); with other plans, on the number of rows."""
     return add_partial_sums.reference(linear_partial_sums.reference(x, weight, bias, plan), x.dtype)
 
 
@@ -37,8 +36,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan) -> 
 def linear_partial_sums(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan) -> Tensor:
     """Returns the result of `linear` [rows, out]; if the plan has splits, partial sums [splits, rows, out] in float32.
 
-    The partial sums, added in order and rounded to x's dtype, equal the result of `linear` to the bit.
-    """
+    The partial sums, added in order and rounded to x's dtype, equal the result of `linear` to the bit."""
     return library_partial_sums(x, weight, bias, plan) if isinstance(plan, LibraryPlan) else F.linear(x, weight, bias)
 
 
@@ -68,7 +66,7 @@ def library_partial_sums(x: Tensor, weight: Tensor, bias: Tensor | None, plan: L
 
 
 def write_product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """Write x · weightᵀ + bias to out [rows, out], which may be a view, in one call of PyTorch's library."""
+    """Write x · weightᵀ + bias to out [rows, out], which may be a view, in one call of PyTorch."""
     if bias is None:
         torch.mm(x, weight.T, out=out)
     else:
@@ -88,9 +86,8 @@ def linear_gated(
 def write_parts(x: Tensor, weight: Tensor, bias: Tensor | None, plan: TritonPlan, out: Tensor) -> None:
     """Write the partial sums of `linear` to out [plan.splits, rows, out] float32, contiguous.
 
-    Raises EspalierError in the same cases as linear_partial_sums.
-    """
-    # The reference writes the whole result to the first partial sum, and zeros to the other partial sums.
+    Raises EspalierError in the same cases as linear_partial_sums."""
+    # The reference writes the whole product to the first partial sum, and zeros to the others.
     out.zero_()
     out[0] = F.linear(x, weight, bias)
 
@@ -123,8 +120,7 @@ def activate_partial_sums(
 ) -> InputRows:
     """Returns the result of `gated_activation` for add_partial_sums(partial_sums, dtype), in one launch.
 
-    rounding: how the result is rounded to FP8, for sizes that `can_round_activation` accepts; None: not rounded.
-    """
+    rounding: how the result is rounded to FP8; None: not rounded.  `can_round_activation` must accept the sizes."""
     out = gated_activation.reference(add_partial_sums.reference(partial_sums, dtype), activation)
     return out if rounding is None else RoundedRows(*quantise_inputs(out, rounding), dtype)
 
@@ -134,8 +130,7 @@ def quantise_rows(x: Tensor, input_scales: InputScales, library_layout: bool = F
     """Rounds x [rows, in] to FP8.  Returns (values [rows, in], scales [rows, ceil(in / group)] float32).
 
     library_layout: whether a GPU returns the form that the library's product needs: the scales of one group of columns
-    are adjacent in memory, and undefined rows fill up the result to a multiple of LIBRARY_ROW_MULTIPLE rows.
-    """
+    are adjacent in memory, and undefined rows fill up the result to a multiple of LIBRARY_ROW_MULTIPLE rows."""
     return quantise_inputs(x, input_scales)
 
 
@@ -145,10 +140,12 @@ def linear_quantised(
 ) -> Tensor:
     """Returns x · weightᵀ + bias for x [rows, in]: a new tensor [rows, out] in x's dtype.
 
-    RoundedRows must be rounded as weight.input_scales says.  The bits of a row never depend on other rows' values.
-    plan: launch parameters of Espalier's kernel, whose block_in must divide `max_block_in`.  None: many rows use the
-    library's product; fewer rows use the measured plan of this shape, or a plan by rule.  With 4-bit weights, the
-    library's product rounds the weight's values to x's dtype.  Raises EspalierError for other shapes and dtypes.
+    If x is RoundedRows, it must be rounded as weight.input_scales says.  The bits of a row never depend on other rows'
+    values.
+    plan: launch parameters of Espalier's kernel, whose block_in must divide `max_block_in`.  None: many rows use
+    PyTorch's product; fewer rows use the plan that was measured for this shape, or else a plan by rule.  With 4-bit
+    weights, PyTorch's product rounds the weight's values to x's dtype.  Raises EspalierError for other shapes and
+    dtypes.
     """
     # The result is rounded once, at the end.
     wide_dtype = torch.promote_types(x.dtype, torch.float32)
@@ -187,9 +184,8 @@ def linear_quantised_gated(
 ) -> InputRows:
     """Returns the activation [rows, out / 2] of gate and up.  weight: the rows of gate, then the rows of up.
 
-    rounding: how the next product rounds its inputs.  The result is rounded so if there are few rows, the activation
-    has a launch of its own, and can_round_activation returns True.  Otherwise the result is not rounded.
-    """
+    rounding: how the next product rounds its inputs.  This function rounds its result in that way only if there are few
+    rows, the activation has a separate launch, and can_round_activation returns True."""
     return gated_activation.reference(linear_quantised.reference(x, weight, bias), activation)
 
 
@@ -197,8 +193,7 @@ def linear_quantised_gated(
 def linear_blocks(x: Tensor, weight: BlockMatrix, bias: Tensor | None) -> Tensor:
     """Returns x · weightᵀ + bias for x [rows, in]: a new tensor [rows, out] in x's dtype.
 
-    The bits of a row never depend on the values of other rows.  Raises EspalierError for other shapes and dtypes.
-    """
+    The bits of a row never depend on the values of other rows.  Raises EspalierError for other shapes and dtypes."""
     wide_dtype = torch.promote_types(x.dtype, torch.float32)
     num_out, num_in = weight.shape
     out = torch.empty(len(x), num_out, dtype=x.dtype, device=x.device)

@@ -17,7 +17,7 @@ MAX_ROUTER_ROWS = 4
 
 
 def supports_norm_router(residual: Tensor) -> bool:
-    """Returns whether the kernel of norm_router supports rows like these."""
+    """Returns whether the kernel of norm_router supports the device, dtype and number of rows of `residual`."""
     return residual.is_cuda and residual.dtype in DTYPES and 0 < len(residual) <= MAX_ROUTER_ROWS
 
 
@@ -28,7 +28,8 @@ def can_round_norm(num_columns: int, input_scales: InputScales) -> bool:
 
 
 def rms_norm_by_length_constants(weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Returns weight · sqrt(H) and sqrt(H · eps): scaled_weight and min_length of rms_norm_by_length.  weight: [H]."""
+    """Returns (weight · sqrt(H), sqrt(H · eps)): the arguments scaled_weight and min_length of rms_norm_by_length.
+    weight: [H]."""
     size = weight.numel()
     return weight * size**0.5, weight.new_full((), (size * eps) ** 0.5)
 
@@ -37,8 +38,7 @@ def rms_norm_by_length(x: Tensor, scaled_weight: Tensor, min_length: Tensor) -> 
     """Returns the RMS norm of x [..., H], computed from the length (L2 norm) of x.
 
     scaled_weight, min_length: from rms_norm_by_length_constants.  sqrt(sum(x²) + H · eps) is hypot(length, min_length),
-    so this takes 4 operations of PyTorch; F.rms_norm takes 9.
-    """
+    so this takes 4 operations of PyTorch; F.rms_norm takes 9."""
     length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     return (x / torch.hypot(length, min_length)).mul_(scaled_weight)
 
@@ -88,8 +88,9 @@ def add_normed(
     """Returns (sum, norms of sum), each [N, H] in residual's dtype.
 
     sum = residual · residual_scale + output_norm(total of the normed block outputs).
-    block_outputs: 1 to MAX_OUTPUTS pairs (output of a block, its norm).  An output is like delta of add_rms_norm.
-    output_norm: None: the total is not normed.  next_norms: at most MAX_NORMS norms, each applied to `sum`.
+    block_outputs: 1 to MAX_OUTPUTS pairs (output of a block, its norm).  An output has a form of `delta` in
+    add_rms_norm.  output_norm: if None, the total is not normed.  next_norms: at most MAX_NORMS norms, each applied to
+    `sum`.
     Every product, sum and norm is rounded to residual's dtype, as separate launches would round it.
     """
     dtype = residual.dtype
@@ -111,9 +112,8 @@ def rounded_norm(
 ) -> tuple[Tensor, Tensor | None, RoundedRows]:
     """Returns (sum, norm, rounded): the results of add_rms_norm, and the norm rounded to FP8 as by quantise_rows.
 
-    delta: as in add_rms_norm; None: nothing is added, and sum is `residual`.  return_norm: if false, norm is None.
-    Raises EspalierError for sizes that `can_round_norm` refuses.
-    """
+    delta: [N, H] or partial sums, see add_rms_norm; None: nothing is added, and sum is `residual`.  return_norm: if
+    false, norm is None.  Raises EspalierError for sizes that `can_round_norm` refuses."""
     if delta is None:
         total, out = residual, rms_norm.reference(residual, weight, eps)
     else:

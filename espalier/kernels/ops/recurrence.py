@@ -20,8 +20,7 @@ L2_NORM_EPS = 1e-6
 class ShortConv(NamedTuple):
     """A causal convolution of each channel over the last `taps` rows, then silu if applies_silu.
 
-    weight: [channels, taps]; the last tap is for the row itself.  bias: [channels] or None.
-    """
+    weight: [channels, taps]; the last tap is for the row itself.  bias: [channels] or None."""
 
     weight: Tensor
     bias: Tensor | None = None
@@ -32,8 +31,7 @@ class StateRows(NamedTuple):
     """The rows that update a state.
 
     k: [B, R, k_heads, k_size].  v: [B, R, heads, v_size].  gates: [B, R, 2, heads], the natural logarithm of the decay,
-    then beta.  heads / k_heads consecutive heads share one head of k.
-    """
+    then beta.  heads / k_heads consecutive heads share one head of k."""
 
     k: Tensor
     v: Tensor
@@ -43,8 +41,7 @@ class StateRows(NamedTuple):
 def convolve(inputs: Tensor, tail: Tensor, parents: Tensor | None, conv: ShortConv) -> Tensor:
     """Returns the convolution of `inputs` [B, R, C], with the same shape and dtype.
 
-    tail: [B, taps - 1, C], the inputs before the first row.  parents: [B, R], each row's parent; None: a chain.
-    """
+    tail: [B, taps - 1, C], the inputs before the first row.  parents: [B, R], each row's parent; None: a chain."""
     (batch, rows), tail_rows = inputs.shape[:2], tail.shape[1]
     wide_dtype = torch.promote_types(inputs.dtype, torch.float32)
     values, weight = torch.cat((tail, inputs), 1).to(wide_dtype), conv.weight.to(wide_dtype)
@@ -74,11 +71,10 @@ def l2_normalize(x: Tensor) -> Tensor:
 
 
 class StateUpdates(NamedTuple):
-    """What rows add to a state: row i adds k[i] ⊗ values[i].
+    """The outer products that rows add to a state: row i adds k[i] ⊗ values[i].
 
     values: [B, heads, R, v_size].  k: [B, heads, R, k_size].  log_decay: [B, heads, R], the sum of the log decays of
-    each row and its ancestors.
-    """
+    each row and its ancestors."""
 
     values: Tensor
     log_decay: Tensor
@@ -89,8 +85,7 @@ def solve_updates(rows: StateRows, state: Tensor, ancestor_mask: Tensor, is_delt
     """Computes the updates of rows that follow `state` [B, heads, k_size, v_size].
 
     ancestor_mask: [B, R, R] bool, the ancestors of each row and the row itself; an ancestor has a lower index.
-    is_delta_rule: whether rows update the state by the delta rule; see the top of this file.
-    """
+    is_delta_rule: whether rows update the state by the delta rule; see the top of this file."""
     wide_dtype = state.dtype
     heads = state.shape[1]
     k = _to_head_major(rows.k.to(wide_dtype), heads)
@@ -132,8 +127,7 @@ class ScanResult(NamedTuple):
     """The result of `scan`.
 
     out: [B, R, heads, v_size], the outputs.  state: the state after row_counts rows.  snapshot: the state after
-    snapshot_counts rows.
-    """
+    snapshot_counts rows."""
 
     out: Tensor
     state: Tensor
@@ -146,8 +140,7 @@ def scan(
     """Computes the outputs and states of a chain of rows that follows `state` [B, heads, k_size, v_size].
 
     row_counts: [B], how many rows exist.  snapshot_counts: [B], after how many rows a snapshot (a copy of the state) is
-    taken; 0 or None: no snapshot.
-    """
+    taken; 0 or None: no snapshot."""
     chunk_outputs, snapshot = [], state
     for first in range(0, q.shape[1], CHUNK_ROWS):
         end = min(first + CHUNK_ROWS, q.shape[1])
@@ -177,5 +170,5 @@ def _pairwise_decay(decay: Tensor, ancestor_mask: Tensor) -> Tensor:
 
 
 def _to_head_major(values: Tensor, num_heads: int) -> Tensor:
-    """Rearranges [B, R, k_heads, size] to [B, num_heads, R, size].  If heads share a head of k, each gets a copy."""
+    """Rearranges [B, R, k_heads, size] to [B, num_heads, R, size].  Heads that share a head of k get a copy each."""
     return values.transpose(1, 2).repeat_interleave(num_heads // values.shape[2], 1)

@@ -24,8 +24,7 @@ class Rotation(NamedTuple):
     """The cos and sin of RoPE for the positions of N rows.
 
     cos, sin: [N, rotary], float32 (float64 for float64).  The first half of sin is negated, as `rotate` needs.  Only
-    the first `rotary` values of a head are rotated.
-    """
+    the first `rotary` values of a head are rotated."""
 
     cos: Tensor
     sin: Tensor
@@ -75,7 +74,7 @@ def write_rows(planes: Sequence[Tensor], cache_rows: Tensor, values: Sequence[Te
 
 
 def _norm_heads(qk: Tensor, heads: int, norms: HeadNorms | None) -> Tensor:
-    """Returns the Q and K heads qk, normed if the model has head norms.  heads: the number of Q heads."""
+    """Returns qk [N, Q heads then K heads, size], normed if the model has head norms.  heads: the number of Q heads."""
     if norms is None:
         return qk
     parts = zip((qk[:, :heads], qk[:, heads:]), norms[:2], strict=True)
@@ -83,7 +82,7 @@ def _norm_heads(qk: Tensor, heads: int, norms: HeadNorms | None) -> Tensor:
 
 
 def supports_head_product(x: Tensor) -> bool:
-    """Returns whether head_product's kernel supports rows like these."""
+    """Returns whether head_product's kernel supports x [N, heads, in]."""
     return x.is_cuda and 0 < len(x) <= MAX_HEAD_ROWS and x.shape[2] <= MAX_HEAD_INPUTS and x.dtype in DTYPES
 
 
@@ -91,9 +90,10 @@ def supports_head_product(x: Tensor) -> bool:
 class LatentFormat:
     """The format of a layer's latent rows, whose last `rotary` values are rotated by RoPE.
 
-    norm: [size - rotary], the weight of the RMS norm of the other values; None: no norm.  eps: the eps of the norm.
+    norm: [size - rotary], the weight of the RMS norm of the values before the rotated values; None: no norm.  eps: the
+    eps of the norm.
     interleaved: whether the input has the values of a rotated pair at 2i and 2i + 1, as with DeepSeek's weights, and
-    not at i and i + rotary / 2.  In the result they are always at i and i + rotary / 2.
+    not at i and i + rotary / 2.  In the result, a pair is always at i and i + rotary / 2.
     """
 
     norm: Tensor | None = None
@@ -105,8 +105,7 @@ class LatentDestination(NamedTuple):
     """How new latent rows are rotated, and where they are stored.
 
     rotation: the RoPE of the latents and of the queries.  rows: [N] int64, the rows of `plane` [R, 1, size] that are
-    written.  scales: the scales of an FP8 plane; None for planes in other dtypes.
-    """
+    written.  scales: the scales of an FP8 plane; None for planes in other dtypes."""
 
     rotation: Rotation
     format: LatentFormat
@@ -147,7 +146,7 @@ def rotate_and_store(
     """Norm and rotate the Q and K heads of qkv [N, heads + 2 · kv_heads, size] (all Q, then all K, then all V).
 
     With HeadNorms.v_is_k, qkv ends with the K heads.  With HeadNorms.has_gates, qkv has a gate after each Q head.  If
-    the buffers have no heads, qkv holds Q heads alone.  qkv may also be partial sums [splits, N, ...] float32
+    the buffers have no heads, qkv holds only Q heads.  qkv may also be partial sums [splits, N, ...] float32
     (linear_partial_sums), which are first added in order and rounded to the model's dtype.
     norms: None for a model without head norms.
     cache_rows: [N] int64, the rows of k_buffer and v_buffer [R, kv_heads, size] to which K and V are written.
@@ -179,8 +178,7 @@ def rotate_and_store_latent(q_rope: Tensor, q: Tensor, latent: Tensor, destinati
     """Rotate the queries, and norm, rotate and store the latents.
 
     q_rope: [N, heads, rotary]; the result becomes the last values of q [N, heads, ...].  q_rope may be a view of q.
-    latent: [N, 1, size]; the result goes to the rows of `destination`.  Raises EspalierError if sizes do not agree.
-    """
+    latent: [N, 1, size]; the result goes to the rows of `destination`.  Raises EspalierError if sizes do not agree."""
     check_latent_sizes(q_rope, q, latent, destination)
     (rotation, form), rotary = destination[:2], destination.rotation.cos.shape[1]
     rank = latent.shape[2] - rotary

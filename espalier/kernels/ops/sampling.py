@@ -24,8 +24,7 @@ def _top_ids(logits: Tensor, k: int) -> Tensor:
     """Returns the ids [N, k] of the largest logits of each row [N, V]; ids of equal logits are in ascending order.
 
     For a vocabulary, this takes half the time of ordered_topk.  But the host must wait for the values, because more
-    logits must be read if the last logit read equals the k-th.
-    """
+    logits must be read if the last logit read equals the k-th."""
     vocab, num_read = logits.shape[1], 2 * k
     values, ids = logits.topk(min(num_read, vocab))
     while 0 < num_read < vocab and bool((values[:, k - 1] == values[:, -1]).any()):

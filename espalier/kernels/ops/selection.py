@@ -2,8 +2,8 @@
 
 A query has several index heads, each with a weight.  The score of a row is the sum over heads of weight · max(q · k, 0)
 (DeepSeek-AI 2025, "DeepSeek-V3.2", section 2.1).  Among equal scores the later position comes first, so a selection
-depends only on scores and positions.  This module also splits the committed rows of requests (KVSplits), so that
-several programs of an attention kernel share a request.
+depends only on scores and positions.  This module also splits the committed rows (K and V in pages) of requests, see
+KVSplits.  So several programs of an attention kernel can share a request.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from espalier.kernels.ops.state import page_rows
 from espalier.kernels.runtime.op import op
 from espalier.layout import next_bucket
 
-# The most products of queries and keys that the reference holds at once.
+# The most products q · k (of one index head of a query with one key) that the reference holds at once.
 MAX_REFERENCE_PRODUCTS = 2**25
 # Limits of the kernels: the values of a key, and the number of chosen rows.
 MAX_INDEX_SIZE = 256
 MAX_TOPK = 8192
-# Adjacent rows per group.  A selection first reads the highest score of each group.  Then it reads only few groups.
+# Adjacent rows per group.  A selection first reads the highest score of each group, and then the scores of few groups.
 SCORE_GROUP_SIZE = 8
 # Splits start at multiples of this number of rows.  No attention kernel reads larger blocks of rows (BLOCK_N).
 SPLIT_ALIGNMENT = 64
@@ -36,7 +36,8 @@ SPLIT_ALIGNMENT = 64
 # queries over wide latent rows also get short splits, because one program reads wide rows slowly.
 MIN_SPLIT_ROWS, MIN_SHORT_SPLIT_ROWS, MIN_LARGE_TILE_SPLIT_ROWS = 128, 64, 320
 SMALL_TILE_QUERIES = 16
-# The most rows of a split in any batch.  With longer splits, a long request would run alone at the end.
+# The most rows of a split, unless a larger limit below applies.  With longer splits, a long request would run alone at
+# the end.
 MAX_SPLIT_ROWS = 2048
 # Number of programs that fill a GPU (H200, docs/log.md): two per multiprocessor, because one program alone reads K and
 # V at about half of the bandwidth.  With a large tile of packed queries, one program keeps the tensor cores busy.
@@ -95,8 +96,7 @@ class IndexerKeys:
     """The index keys of committed and staged rows.
 
     committed: [rows, 1, size], the index keys in the pages.  page_table: [B, T] int32.  length: [B] int64; the rows
-    first_position .. length - 1 exist.  staged: [B, R, 1, size], the index keys of this pass.
-    """
+    first_position .. length - 1 exist.  staged: [B, R, 1, size], the index keys of this pass."""
 
     committed: Tensor
     page_table: Tensor
@@ -147,8 +147,7 @@ class SelectedRows(NamedTuple):
 def mark_top_rows(scores: Tensor, topk: int) -> Tensor:
     """Returns [..., N] bool: whether each of scores [..., N] is above -inf and among the topk highest.
 
-    The columns are in order of position.  Among equal scores, later positions are chosen.
-    """
+    The columns are in order of position.  Among equal scores, later positions are chosen."""
     exists = scores > -torch.inf
     if scores.shape[-1] <= topk:
         return exists
@@ -178,8 +177,7 @@ def score_keys(queries: IndexerQueries, keys: Tensor) -> Tensor:
 def rotate_and_store_index(indexer_inputs: IndexerInputs, cache_rows: Tensor, plane: Tensor) -> Tensor:
     """Norm and rotate the index keys, and write them to rows cache_rows [N] of `plane` [R, 1, size].
 
-    Returns the index queries [N, heads, size], rotated.
-    """
+    Returns the index queries [N, heads, size], rotated."""
     norm, rotary = indexer_inputs.norm, indexer_inputs.rotation.cos.shape[1]
     size = indexer_inputs.k.shape[-1]
     k = F.layer_norm(indexer_inputs.k, (size,), norm.weight, norm.bias, norm.eps)[:, None]
@@ -188,8 +186,8 @@ def rotate_and_store_index(indexer_inputs: IndexerInputs, cache_rows: Tensor, pl
     return q
 
 
-# Rotates the first `rotary` values of each head of x [N, heads, size].
 def _rotate_x(x: Tensor, rotation: Rotation, rotary: int, is_interleaved: bool) -> Tensor:
+    """Rotates the first `rotary` values of each head of x [N, heads, size].  is_interleaved: see IndexerInputs."""
     if is_interleaved:
         paired = x[..., :rotary].unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
         x = torch.cat((paired, x[..., rotary:]), -1)
@@ -201,8 +199,7 @@ def index_scores(queries: IndexerQueries, keys: IndexerKeys, ancestor_bits: Tens
     """Returns the scores of all committed and staged rows for each query.
 
     ancestor_bits: [B, Q, W] int64, the staged rows that a query attends to.  The score is -inf for other staged rows
-    and for positions below first_position.
-    """
+    and for positions below first_position."""
     batch, num_staged = keys.staged.shape[:2]
     capacity = keys.page_table.shape[1] * keys.page_size
     positions = torch.arange(capacity, device=keys.length.device).expand(batch, -1)
@@ -228,8 +225,7 @@ def select_rows(scores: IndexerScores, length: Tensor, page_table: Tensor, page_
     """Chooses the rows with the topk highest scores.  The kernel chooses exactly the reference's rows.
 
     scores: the result of index_scores.  length: [B] int64, the number of committed rows of each request.
-    page_table: [B, T] int32, for C = T · page_size positions.
-    """
+    page_table: [B, T] int32, for C = T · page_size positions."""
     capacity = page_table.shape[1] * page_size
     rows = scores.row_scores
     num_staged = rows.shape[2] - capacity
@@ -321,7 +317,8 @@ class KVSplits:
 
     table: [B * policy.max_splits, SPLIT_COLUMNS] int32, one row per split; unused rows are undefined.  The splits of a
     request are adjacent, in order of position.  Without a window, requests with longer splits come first.
-    starts: [2 · B + 1] int32: the first split of each request, the number of all splits, the splits of each request.
+    starts: [2 · B + 1] int32: each request's first split (B values), the number of all splits (one value), each
+    request's number of splits (B values).
     """
 
     table: Tensor

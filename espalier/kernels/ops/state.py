@@ -1,4 +1,5 @@
-"""Operations that read and write the data of a launch: slots of requests, known tokens, rows of pages, results."""
+"""Operations that read and write the data of a launch (a prefill pass or a round): slots of requests, known tokens,
+rows of pages, results."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -12,16 +13,15 @@ from espalier.kernels.runtime.op import op
 from espalier.layout import DUMMY_ROW
 from espalier.slots import BatchState, ScatterUpdate, SlotTable
 
-# The value of a column of results that no field fills.
+# The value of a column of the results that belongs to no field.
 EMPTY_COLUMN = -1
 
 
 def page_rows(page_table: Tensor, positions: Tensor, page_size: int, is_kept: Tensor | None = None) -> Tensor:
     """Returns the rows of pages [B, P] int64 that hold positions [B, P] int64.  page_table: [B, T] int32.
 
-    Positions past the table, which only padding has, use the table's last column.  is_kept: [B, P] bool; the result is
-    the dummy row where it is False.  None: all positions are kept.
-    """
+    Only padding has positions past the table; they use the table's last column.  is_kept: [B, P] bool; the result is
+    the dummy row where it is False.  None: all positions are kept."""
     columns = (positions // page_size).clamp(max=page_table.shape[1] - 1)
     rows = page_table.gather(1, columns).long() * page_size + positions % page_size
     return rows if is_kept is None else rows.where(is_kept, DUMMY_ROW)
@@ -47,14 +47,14 @@ class RowCopies(NamedTuple):
 
 class AdvanceResult(NamedTuple):
     """The result of `advance`.
-    num_new_tokens: [B] int64, how many tokens are new in the slot's history.  copies: None for a prefill pass."""
+    num_new_tokens: [B] int64, how many tokens were added to the slot's history.  copies: None for a prefill pass."""
 
     num_new_tokens: Tensor
     copies: RowCopies | None
 
 
 class TokenChain(NamedTuple):
-    """Consecutive known tokens of each request, [B, W] int64 each.  rows: the row of the pages for each token."""
+    """Consecutive known tokens of each request.  Fields: [B, W] int64.  rows: the row of the pages for each token."""
 
     positions: Tensor
     tokens: Tensor
@@ -62,7 +62,7 @@ class TokenChain(NamedTuple):
 
 
 def load_carried_field(slots: BatchState, field_name: str) -> Tensor:
-    """Returns the values [B, 1, H] that `store_carried_field` stored in each slot in an earlier launch."""
+    """Returns the values [B, 1, H] that `store_carried_field` stored in each request's slot in an earlier launch."""
     return gather_rows(slots.index[None], slots.table.carried[field_name][None]).transpose(0, 1)
 
 
@@ -86,19 +86,22 @@ def check_row_copies(
 def advance(
     slots: BatchState, num_tokens: Tensor, picked_tokens: Tensor, count_tokens: bool, path: AcceptedNodes | None = None
 ) -> AdvanceResult:
-    """Move each slot forward by `num_tokens` [B] tokens.  The last of these tokens becomes the slot's root.
+    """Move each slot forward by `num_tokens` [B] tokens.  The last token becomes the slot's root, the root of the next
+    tree.
 
-    picked_tokens: [B, W] int64, the last W of these tokens, or all if there are fewer.  Earlier tokens are already in
-    the history.  If the history has a known token at a position, this token stays, and the picked token is dropped.
+    picked_tokens: [B, W] int64, the last W of these tokens, or all of them if there are fewer.  The other tokens are
+    already in the slot's history.  If the history has a known token at a position, this token stays, and the picked
+    token is dropped.
     count_tokens: whether to count picked tokens, for penalties.  path: the accepted nodes, whose rows must be copied to
     the positions from prefix_len on; None for a prefill pass, whose rows Pass.commit copies.  A slot with num_tokens 0
-    is padding and does not change.  Only padding may name a slot twice.  Raises EspalierError if sizes do not agree.
+    is padding and does not change.  Two entries may have the same slot only if they are padding.  Raises EspalierError
+    if sizes do not agree.
     """
     table, width = slots.table, picked_tokens.shape[1]
     offsets = torch.arange(width, device=picked_tokens.device)
     decided = offsets < num_tokens[:, None]
     token_positions = slots.prefix_len[:, None] + 1 + (num_tokens[:, None] - width).clamp(min=0) + offsets
-    # At the other positions, the history keeps its token.
+    # At positions where is_new is False, the history keeps its token.
     columns = token_positions.clamp(max=table.layout.history_width - 1)
     slot = slots.index[:, None].expand_as(columns)
     is_new = decided & (token_positions >= table.known_len[slots.index][:, None])
@@ -123,8 +126,7 @@ def advance(
 def gather_slots(table: SlotTable, slot_indices: Tensor, page_updates: ScatterUpdate | None = None) -> BatchState:
     """Writes `page_updates` to the page tables, then returns the BatchState of the slots `slot_indices` [B] int64.
 
-    page_updates: an update of any slots of the table; several values for one cell must be equal.
-    """
+    page_updates: new entries of any page tables; all values for the same cell must be equal."""
     if page_updates is not None:
         table.write({"page_table": page_updates})
     prefix_len = table.prefix_len[slot_indices]
@@ -145,8 +147,7 @@ def read_chain(
     """Returns `num_tokens` [B] tokens of each slot's history, from prefix_len + `first_offset` on.
 
     The result has W = row_width columns.  In the columns after num_tokens, the token is `padding`; None: the root.
-    The page row is the dummy row in these columns, and at positions below commit_from, whose pages are shared.
-    """
+    `rows` has the dummy row in these columns, and at positions below commit_from, whose pages other requests share."""
     offsets = torch.arange(row_width, device=num_tokens.device)
     positions = slots.prefix_len[:, None] + first_offset + offsets
     is_known = offsets < num_tokens[:, None]
@@ -159,8 +160,7 @@ def read_chain(
 def store_carried_field(slots: BatchState, field_name: str, values: Tensor, num_tokens: Tensor) -> None:
     """Store row num_tokens - 1 (row 0 for no tokens) of `values` [B, W, H] in each slot, for the slot's next launch.
 
-    field_name: a name in DraftSpec.slot_tensor_shapes.  num_tokens: [B] int64.
-    """
+    field_name: a name in DraftSpec.slot_tensor_shapes.  num_tokens: [B] int64."""
     last = (num_tokens - 1).clamp(min=0)[:, None, None].expand(-1, 1, values.shape[2])
     slots.table.carried[field_name][slots.index] = values.gather(1, last)[:, 0]
 

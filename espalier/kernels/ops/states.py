@@ -3,7 +3,7 @@
 The tables of states have a row for each slot (request), and rows for snapshots (cache/states.py).  A *snapshot* is a
 copy of a state after some number of rows.  A *tail* is the last inputs of a convolution.  Everything is computed in
 float32 (float64 for float64).  On a GPU, the references run for float64 and for trees of more than MAX_TREE_ROWS nodes.
-They have static shapes, as CUDA graphs need.
+So the references have static shapes, as CUDA graphs need.
 """
 
 from typing import NamedTuple
@@ -44,8 +44,9 @@ class ConvColumns(NamedTuple):
     heads, k_heads, k_size, v_size: see cache/layer_spec.py:RecurrentState; heads is 0 for a layer with a convolution
     only.  channels: the number of all channels.
     q_column, k_column, v_column: the first column of the first head of q, of k and of v.  k_head_stride: columns from
-    one head of q or k to the next.  v_group_stride: columns from one group of v's heads, which share a head of k, to
-    the next.  normalizes_qk: whether q and k are L2-normalised, and q is divided by the square root of k_size.
+    one head of q or k to the next.  v_group_stride: columns from one group of heads of v to the next; the heads of a
+    group share a head of k.  normalizes_qk: whether q and k are L2-normalised, and q is divided by the square root of
+    k_size.
     """
 
     heads: int
@@ -100,7 +101,7 @@ def ordered_conv_columns(
 
 
 def strided_columns(values: Tensor, num_groups: int, stride: int, width: int) -> Tensor:
-    """Returns [N, num_groups · width]: of values [N, columns], `width` columns from each multiple of `stride` on."""
+    """Returns [N, num_groups · width]: `width` columns of values [N, columns] from each multiple of `stride` on."""
     if stride == width:
         return values[:, : num_groups * width]
     first_columns = torch.arange(num_groups, device=values.device) * stride
@@ -111,9 +112,10 @@ class GateInputs(NamedTuple):
     """The inputs of gates.  A row multiplies the state by exp(-exp(A_log) · t), with t = softplus(`decay` + dt_bias).
 
     decay: [N, columns], or partial sums [parts, N, columns] float32, which are added and rounded to the model's dtype.
-    Each head has a column.  The columns of `group_size` heads, which share a head of k, are adjacent; such a group
-    begins every `column_stride` columns.
-    beta: the logits of beta, whose sigmoid is beta, in the form of `decay`; None if beta is t (Mamba-2).
+    Each head has a column.  The columns of `group_size` heads, which share a head of k, are adjacent.  Groups begin at
+    multiples of `column_stride`.
+    beta: the logits of beta (beta is their sigmoid), with the same shape and columns as `decay`; None if beta is t
+    (Mamba-2).
     A_log, dt_bias: [heads], float32 or float64.  dt_bounds: the least and the largest t; None: no bound.
     """
 
@@ -140,11 +142,11 @@ class GateInputs(NamedTuple):
 
 
 class RowInputs(NamedTuple):
-    """The rows of a pass: B batch rows of `width` rows each.
+    """The rows of a pass: B batch rows of `width` rows each.  A batch row is a request, or one piece of its prompt.
 
     tail: [table rows, taps - 1, channels], the tails of all slots.  slots: [B], the table row of each batch row.
     parents: [B, width], the parent of each row of a tree; None for a chain.  continues_previous: [B] bool, whether a
-    batch row is the next piece of the prompt of the batch row before; None: no batch row is.
+    batch row is the next piece of the prompt whose earlier piece is the batch row before; None: no batch row is.
     """
 
     tail: Tensor
@@ -158,8 +160,8 @@ class PreparedRows(NamedTuple):
     """The buffers that `prepare_rows` fills.
 
     q: [N, k_heads, k_size].  k, v, gates: as in StateRows, but [N, ...].  In a layer with a convolution only, v is the
-    convolution's output [N, channels], and q, k and gates are None.  inputs: [N, channels], for a copy of the
-    convolution's inputs; None: no copy.
+    convolution's output [N, channels], and q, k and gates are None.  inputs: [N, channels], gets a copy of the
+    convolution's inputs; None: no copy is needed.
     """
 
     q: Tensor | None
@@ -177,7 +179,7 @@ class SlotStates(NamedTuple):
 
 
 class PathRows(NamedTuple):
-    """The rows that update the states of B batch rows, and the snapshots to save.
+    """The rows that update the states of B batch rows (requests, or pieces of prompts), and the snapshots to save.
 
     slots: [B], the table row of each batch row.  source_rows: [B, width], the indices of the staged rows (rows of this
     pass) that update each state, in order; None: each batch row has `width` staged rows, already in order.
@@ -185,7 +187,7 @@ class PathRows(NamedTuple):
     snapshot_counts: [B], after how many rows a snapshot is saved; 0: no snapshot.  snapshot_rows: [B], the table row
     that gets the snapshot.  Without snapshots, snapshot_counts and snapshot_rows are None.
     continues_previous, is_last_row: [B] bool, see cache/states.py:StateAccess; None: no request has several batch rows.
-    spare_row: a table row that is never read.  The references write states there that must not be kept.
+    spare_row: a table row that is never read.  The references write states there that are not needed.
     """
 
     slots: Tensor
@@ -222,8 +224,7 @@ def prepare_rows(
 ) -> None:
     """Convolve inputs [N, columns], and fill the buffers of `out` that are not None.
 
-    inputs: may be partial sums [parts, N, columns] float32, which are added and rounded to the dtype of rows.tail.
-    """
+    inputs: may be partial sums [parts, N, columns] float32, which are added and rounded to the dtype of rows.tail."""
     inputs = add_partial_sums.reference(inputs, rows.tail.dtype)
     ordered = columns.in_channel_order(inputs)
     tail = conv_tail_before(ordered, rows)
@@ -252,7 +253,8 @@ def conv_tail_before(ordered_inputs: Tensor, rows: RowInputs) -> Tensor:
     tail = rows.tail[rows.slots]
     if rows.continues_previous is None or not tail.shape[1]:
         return tail
-    # A batch row that is continued by the next batch row is full, so its last rows are the tail of the next.
+    # If the next batch row continues a batch row, all `width` rows of the batch row exist.  So its last rows are the
+    # tail for the next batch row.
     last = ordered_inputs.unflatten(0, (-1, rows.width))[:, rows.width - tail.shape[1] :].roll(1, 0)
     return last.where(rows.continues_previous[:, None, None], tail)
 
@@ -269,11 +271,10 @@ def tree_outputs(
     skip_weight: Tensor | None,
     is_delta_rule: bool,
 ) -> Tensor:
-    """Returns the output of each node, [B, D, heads, v_size] in v's dtype.
-
-    The output of a node is computed from the slot's state, updated by the node's ancestors and the node.
-    q: [B, D, k_heads, k_size].  ancestor_bits: [B, D, W] int64, as Tree.ancestors.  skip_weight: [heads]; each output
-    gets skip_weight · v added; None: nothing is added.  is_delta_rule: whether rows update states by the delta rule.
+    """Returns the output of each node, [B, D, heads, v_size] in v's dtype.  A node's output is computed from the slot's
+    state after updates by the node's ancestors and by the node.
+    q: [B, D, k_heads, k_size].  ancestor_bits: [B, D, W] int64, as Tree.ancestors.  skip_weight: [heads]; skip_weight ·
+    v is added to each output; None: nothing is added.  is_delta_rule: whether rows update states by the delta rule.
     If a node has NaN or infinity, the outputs of the node and its descendants become NaN on a GPU, and all outputs of
     the tree on a CPU.
     """
@@ -285,7 +286,8 @@ def tree_outputs(
 def chain_outputs(
     q: Tensor, rows: StateRows, state: SlotStates, path: PathRows, skip_weight: Tensor | None, is_delta_rule: bool
 ) -> Tensor:
-    """Returns the outputs of a chain of rows, as tree_outputs for a tree, and updates the slots' states."""
+    """Returns the outputs [B, width, heads, v_size] of a chain of rows, and updates the slots' states.  Arguments: see
+    tree_outputs."""
     before = state.table[state.slots]
     scan_rows = scan if path.continues_previous is None or not len(q) else _make_piecewise_scan(path.continues_previous)
     scanned = scan_rows(q, rows, before, path.row_counts, path.snapshot_counts, is_delta_rule)
@@ -297,8 +299,8 @@ def chain_outputs(
 def commit_states(state: Tensor, rows: StateRows, path: PathRows, is_delta_rule: bool) -> None:
     """Update the slots' states by the rows of accepted paths, in every layer.
 
-    state: [layers, table rows, heads, k_size, v_size].  rows: all staged rows of the pass, [layers, n, ...] each.
-    """
+    state: [layers, table rows, heads, k_size, v_size].  rows: all n staged rows of the pass; each field is [layers, n,
+    ...]."""
     assert path.source_rows is not None
     mask = causal_mask(path.width, state.device)
     for layer, table in enumerate(state):
@@ -311,8 +313,7 @@ def commit_states(state: Tensor, rows: StateRows, path: PathRows, is_delta_rule:
 def commit_tails(tail: Tensor, inputs: Tensor, path: PathRows, columns: ConvColumns) -> None:
     """Update the tails by the convolution's inputs on accepted paths, in every layer.
 
-    tail: [layers, table rows, taps - 1, channels].  inputs: [layers, n, columns], at all staged rows of the pass.
-    """
+    tail: [layers, table rows, taps - 1, channels].  inputs: [layers, n, columns], for all n staged rows of the pass."""
     for layer, table in enumerate(tail):
         ordered = columns.in_channel_order(inputs[layer])
         rows = RowInputs(table, path.slots, None, path.continues_previous, path.width)
@@ -324,9 +325,9 @@ def commit_tails(tail: Tensor, inputs: Tensor, path: PathRows, columns: ConvColu
 class OutputGate(NamedTuple):
     """The gate of a layer's output.  A group is the columns that are normed together, such as a head.
 
-    values: [N, columns], or partial sums [parts, N, columns] float32.  The columns of `adjacent_groups` groups are
-    adjacent, and begin at each multiple of `column_stride`.  is_before_norm: whether the gate is applied before the
-    norm.  If so, each group has its own norm weight; if not, all groups share the weight.
+    values: [N, columns], or partial sums [parts, N, columns] float32.  In `values`, the columns of each
+    `adjacent_groups` groups are adjacent, and begin at a multiple of `column_stride`.  is_before_norm: whether the gate
+    is applied before the norm.  If so, each group has its own norm weight; if not, all groups share the weight.
     """
 
     values: Tensor
@@ -336,7 +337,7 @@ class OutputGate(NamedTuple):
 
 
 def can_round_groups(group_size: int, num_groups: int, rounding: InputScales) -> bool:
-    """Returns whether `gated_norm` can round to FP8: a scale must cover a short row, or one group of 2^n columns."""
+    """Whether `gated_norm` can round to FP8: a scale must be for a whole short row, or for a group of 2^n columns."""
     columns, row_values = rounding.columns(group_size * num_groups), next_power_of_2(num_groups)
     row_values *= next_power_of_2(group_size)
     is_whole = columns == group_size * num_groups and row_values <= MAX_ROUNDED_VALUES
@@ -375,8 +376,8 @@ def gated_norm(
     return (rms_norm.reference(x, weight, eps).to(wide_dtype) * values).to(x.dtype).flatten(1)
 
 
-# Returns out + skip_weight · v, or `out` without a skip_weight, in v's dtype.
 def _add_skip(out: Tensor, rows: StateRows, skip_weight: Tensor | None) -> Tensor:
+    """Returns out + skip_weight · v, or `out` without a skip_weight, in v's dtype."""
     out = out if skip_weight is None else torch.addcmul(out, skip_weight[:, None], rows.v.to(out.dtype))
     return out.to(rows.v.dtype)
 
@@ -386,15 +387,20 @@ def _make_piecewise_scan(continues_previous: Tensor):
     Where continues_previous [B] is True, a batch row starts from the state after the batch row before."""
 
     def scan_rows(
-        q: Tensor, rows: StateRows, states: Tensor, counts: Tensor, snapshots: Tensor | None, is_delta: bool
+        q: Tensor,
+        rows: StateRows,
+        states: Tensor,
+        row_counts: Tensor,
+        snapshot_counts: Tensor | None,
+        is_delta_rule: bool,
     ) -> ScanResult:
         results, state = [], states[:1]
         for row in range(len(q)):
             row_slice = slice(row, row + 1)
             state = state.where(continues_previous[row_slice, None, None, None], states[row_slice])
             row_inputs = StateRows(*(values[row_slice] for values in rows))
-            row_snapshots = None if snapshots is None else snapshots[row_slice]
-            results.append(scan(q[row_slice], row_inputs, state, counts[row_slice], row_snapshots, is_delta))
+            snapshots = None if snapshot_counts is None else snapshot_counts[row_slice]
+            results.append(scan(q[row_slice], row_inputs, state, row_counts[row_slice], snapshots, is_delta_rule))
             state = results[-1].state
         return ScanResult(*(torch.cat(values) for values in zip(*results, strict=True)))
 

@@ -22,7 +22,8 @@ from espalier.layout import ANCESTOR_BITS
 
 # The token of a void node.  Void nodes fill up a tree that has fewer nodes than its layout.
 VOID = -1
-# One value for each of a draft's n candidates (the pool): one tensor [B, n], or one tensor for each level.
+# One value for each of the n candidates of a draft, which are called the pool: one tensor [B, n], or one tensor for
+# each level.
 Pool = Sequence[Tensor]
 # The most scores that ordered_topk sorts.  For more scores it uses torch.topk.
 MAX_SORTED = 64
@@ -66,8 +67,7 @@ class Tree(NamedTuple):
         """Returns the flat indices [num_kept], ascending, of the nodes with the highest scores among all B · D nodes.
 
         All B roots are kept, so num_kept must be at least B.  The ancestors of a kept node are also kept, because their
-        scores are not lower, and ties go to the lower index.
-        """
+        scores are not lower, and among equal scores the lower index is kept."""
         scores = comparable_scores(self.scores)
         scores[:, 0] = torch.inf
         return torch.sort(scores.flatten(), descending=True, stable=True).indices[:num_kept].sort().values
@@ -92,7 +92,7 @@ class Tree(NamedTuple):
         )
 
     def ancestor_mask(self) -> Tensor:
-        """Returns [B, D, D] bool: at [i, j], whether node j is an ancestor of node i, or i itself."""
+        """Returns [B, D, D] bool: entry [b, i, j] says whether node j is an ancestor of node i, or node i itself."""
         return unpack_bits(self.ancestors, self.tokens.shape[1])
 
     def positions(self, prefix_len: Tensor) -> Tensor:
@@ -125,7 +125,8 @@ def check_pool_sizes(
 
 
 class SelectedBeams(NamedTuple):
-    """The beams of a level, best first: the K best of the P · K candidates that `select_beams` takes.
+    """The beams of a level, best first: the K best of the P · K candidates of `select_beams` (K children of each of P
+    parents).
 
     scores: [B, K] float32, path scores.  candidate_indices: [B, K] int64, the index of each beam among the candidates.
     parents: [B, K] int64, the index of each beam's parent, 0 to P - 1.  ancestor_bits: [B, K, W] int64, the bits of the
@@ -144,11 +145,10 @@ def comparable_scores(scores: Tensor) -> Tensor:
 
 
 def ordered_topk(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Returns (values, indices) of the k best scores of the last dimension.  Ties go to the lower index.
+    """Returns (values, indices) of the k best scores along the last dimension.  Of equal scores, the lower index wins.
 
     torch.topk alone does not define the order of equal scores.  scores: float32; NaN counts as -inf.  If there are
-    fewer than k scores, the remaining values are -inf with index 0.
-    """
+    fewer than k scores, the remaining values are -inf with index 0."""
     width = scores.shape[-1]
     scores = comparable_scores(scores)
     indices = (
@@ -180,7 +180,7 @@ class AcceptedPath(NamedTuple):
     """The accepted path of each request.  All tensors are int64.  S: the steps, which are the greatest depth.
 
     rows: [B, S+1], the indices of the path's nodes from the root down; 0 after the last node.
-    length: [B], the number of emitted tokens (the accept length); 0 for padding.
+    length: [B], the number of emitted tokens (the accept length); 0 for entries that pad the batch.
     tokens: [B, S+1], the emitted tokens: the accepted draft tokens, then one token of the target; then zeros.
     num_finite: [B], the number of emitted tokens before the first token that was sampled from NaN or infinite logits.
     """
@@ -299,6 +299,5 @@ def accept(
 def gather_rows(rows: Tensor, *parts: Tensor) -> Tensor:
     """Returns out [B, W, p·n] with out[b, w] = values[b, rows[b, w]], an exact copy.
 
-    rows: [B, W] int64.  parts: `values` [B, D, p·n], cut into p tensors [B, D, n] with the same strides.
-    """
+    rows: [B, W] int64.  parts: `values` [B, D, p·n], cut into p tensors [B, D, n] with the same strides."""
     return torch.cat([part.gather(1, rows[..., None].expand(-1, -1, part.shape[2])) for part in parts], 2)

@@ -1,1 +1,2 @@
-"""Collectives of ranks on GPUs of one host: in memory that all ranks reach, and through NCCL."""
+"""Collective operations between ranks on GPUs of one host: in memory that all ranks can read and write, and through
+NCCL."""

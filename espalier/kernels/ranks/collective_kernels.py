@@ -1,17 +1,18 @@
 """All-reduce kernels (the sum of all ranks' rows, alone or with residual and norm), and the gathering of columns.
 
 Ranks synchronise inside the kernels (`_barrier`).  The programs with the same index on all ranks work together.  A
-program writes its rank's values into its slot, sets a flag on every other rank, and waits for the flags of the others.
+program writes its rank's values into its slot (its part of the rank's shared memory), sets a flag on every other rank,
+and waits for the flags from all other ranks.
 
 - One-shot: each rank reads the rows of all ranks.
 - Two-shot: each rank sums a part of the columns, and writes these sums to all ranks.  This takes two barriers,
   but each rank reads fewer bytes.
 
-Ranks are summed in order, in float32 (float64 for float64), and each sum is rounded once.  So one-shot and two-shot
-give all ranks the bits of espalier/shards/gloo.py.
+The values of the ranks are added in the order of ranks, in float32 (float64 for float64), and each sum is rounded once.
+So one-shot and two-shot give all ranks the bits of espalier/shards/gloo.py.
 
-A program alternates between two slots.  Between two writes of a slot, the program passes a barrier for the other slot.
-After this barrier, all ranks have finished reading the first slot.
+A program alternates between two slots.  Between two writes of slot A, the program passes a barrier for slot B.  After
+this barrier, all ranks have finished reading slot A.
 """
 
 from __future__ import annotations
@@ -66,8 +67,7 @@ def _barrier(memory_ptr, stop_ptr, rank, program, flag_value, WORLD_SIZE: tl.con
     """Wait until the programs with this index on all ranks have set their flags to at least `flag_value`.
 
     After that, this program can read their earlier writes.  NUM_THREADS: threads of the program.  For each rank, one
-    thread sets a flag on that rank and waits for a flag from that rank.
-    """
+    thread sets a flag on that rank and waits for a flag from that rank."""
     tl.debug_barrier()
     peer = tl.arange(0, NUM_THREADS)
     is_rank = peer < WORLD_SIZE
@@ -92,6 +92,7 @@ def _pointer_at(address, DTYPE: tl.constexpr):
 def _sum_of_ranks(
     memory_ptr, slot_offset, column, mask, DTYPE: tl.constexpr, ACC_DTYPE: tl.constexpr, WORLD_SIZE: tl.constexpr
 ):  # fmt: skip
+    """Returns the sum over the ranks of the values at `column` of the slot that begins at slot_offset."""
     total = tl.load(_pointer_at(tl.load(memory_ptr) + slot_offset, DTYPE) + column, mask=mask, other=0.0).to(ACC_DTYPE)
     for peer in tl.static_range(1, WORLD_SIZE):
         values = _pointer_at(tl.load(memory_ptr + peer) + slot_offset, DTYPE)
@@ -108,10 +109,10 @@ def _all_reduce_kernel(
     FLAG_BYTES: tl.constexpr, SLOT_BYTES: tl.constexpr, NUM_SLOTS: tl.constexpr, NUM_THREADS: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write the sum over the ranks to out; with a residual, write residual + sum to sum_ptr and its norm to out.
+    """Write the sum over the ranks to out.  With a residual, write residual + sum to sum_ptr, and the norm of that to
+    out.
 
-    OWN_COLUMNS: the number of columns that each rank sums if two-shot; 0 if one-shot.
-    """
+    OWN_COLUMNS: the number of columns that each rank sums if two-shot; 0 if one-shot."""
     pdl_trigger_and_wait(USE_PDL)
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     program = tl.program_id(0)
@@ -164,7 +165,7 @@ def _all_reduce_kernel(
 
 
 def all_reduce_rows(memory: PeerMemory, parts: Tensor, dtype: torch.dtype, two_shot: bool) -> Tensor:
-    """Returns [rows, H]: the sum over the ranks of parts [rows, H] or [splits, rows, H]."""
+    """Returns [rows, H] in `dtype`: the sum over the ranks of parts [rows, H], or of partial sums [splits, rows, H]."""
     out = parts.new_empty(parts.shape[-2:], dtype=dtype)
     _launch_all_reduce(memory, parts, out, two_shot)
     return out
@@ -173,14 +174,15 @@ def all_reduce_rows(memory: PeerMemory, parts: Tensor, dtype: torch.dtype, two_s
 def all_reduce_add_norm(
     memory: PeerMemory, parts: Tensor, residual: Tensor, weight: Tensor, eps: float, two_shot: bool
 ) -> tuple[Tensor, Tensor]:
-    """Returns (residual + sum over the ranks, its norm), as add_rms_norm.  The sum has the bits of all_reduce_rows."""
+    """Returns (total, norm of total), with total = residual + sum over the ranks, as add_rms_norm.  The sum over the
+    ranks has the bits of all_reduce_rows."""
     total, out = (residual.new_empty(residual.shape) for _ in range(2))
     _launch_all_reduce(memory, parts, out, two_shot, (residual, weight, total), eps)
     return total, out
 
 
 def supports_all_reduce(memory: PeerMemory, parts: Tensor, dtype: torch.dtype) -> bool:
-    """Returns whether the kernel takes parts [rows, H] or [splits, rows, H]."""
+    """Returns whether the kernel can sum parts [rows, H] or [splits, rows, H]."""
     rows, size = parts.shape[-2:]
     row_bytes = size * dtype.itemsize
     num_bytes = -(-rows // MAX_PROGRAMS) * row_bytes

@@ -1,9 +1,9 @@
 """Collectives of ranks on GPUs of one host.  Kernels sum and gather small tensors in peer memory, which all
 ranks can read and write, also in CUDA graphs.  Larger tensors go through NCCL.
 
-A rank's peer memory begins with flags, by which the programs with the same index on all ranks wait for each other.
-After the flags come four slots per program: two for the rank's values and two for sums.  A program uses the two slots
-of a pair in turn.
+A rank's peer memory begins with flags.  By these flags, the programs with the same index on all ranks wait for each
+other.  After the flags come four slots (buffers) per program: two for the rank's values and two for sums.  From launch
+to launch, a program alternates between the two slots of a pair.
 """
 
 import logging
@@ -29,9 +29,10 @@ NO_MULTICAST_ENV = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 class PeerMemory:
     """Memory of each rank that all ranks can read and write.
 
-    addresses: [ranks] int64, the address of each rank's memory.  num_launches: [MAX_PROGRAMS] int32, the number of
-    launches that each program of this rank has completed.  stop_flag: [1] int32 in host memory; if it is not zero,
-    kernels stop waiting.  keep_alive: objects that keep the memory mapped.
+    slot_bytes: the bytes of one slot.  addresses: [ranks] int64, the address of each rank's memory.  num_launches:
+    [MAX_PROGRAMS] int32, the number of launches that each program of this rank has completed.  stop_flag: [1] int32 in
+    host memory; if it is not zero, kernels stop waiting.  keep_alive: objects that must live as long as the memory is
+    used.
     """
 
     rank: int
@@ -43,7 +44,8 @@ class PeerMemory:
     keep_alive: Any = None
 
     def release_waiters(self) -> None:
-        """End the waits of kernels, whose results are then wrong.  Calls no CUDA function, which might wait too."""
+        """End the waits of running kernels; their results are then wrong.  Calls no CUDA function, because it might
+        wait too."""
         self.stop_flag.numpy()[0] = 1
 
 
@@ -51,8 +53,7 @@ class RestartedStepStore(Store):
     """A key-value store of PyTorch for one rendezvous.  Its keys number the steps of the rendezvous from 0.
 
     PyTorch counts steps over all rendezvous of a process.  Without this class, a process that had a rendezvous before
-    and a new process would use different keys.
-    """
+    and a new process would use different keys."""
 
     def __init__(self, store: Store) -> None:
         super().__init__()
@@ -80,7 +81,8 @@ def map_peer_memory(
     """Map the peer memory of all ranks.  Every rank calls this function, with one shared store and one unused name.
 
     After the call, this rank's flags are zero.  Flags of other ranks may not be zero yet, so ranks must synchronise
-    before kernels use flags.  Raises RuntimeError if the GPUs cannot reach one another, and PyTorch's own errors.
+    before kernels use flags.  max_bytes: the most bytes of a sum.  Raises RuntimeError if the GPUs cannot reach one
+    another, and PyTorch's own errors.
     """
     from torch.distributed._symmetric_memory import _SymmetricMemory
 
@@ -111,8 +113,7 @@ def register_process_group(name: str, store: Store, rank: int, num_ranks: int) -
     """Register the ranks of a rendezvous with PyTorch, under this name.  Returns the process group.
 
     Newer versions of PyTorch read the ranks from the process group, which the caller must keep alive.  Older versions
-    read the ranks from a table.
-    """
+    read the ranks from a table."""
     from torch._C._distributed_c10d import _register_process_group
     from torch.distributed._symmetric_memory import _SymmetricMemory
 
@@ -125,9 +126,10 @@ def register_process_group(name: str, store: Store, rank: int, num_ranks: int) -
 # The most bytes of a rank's values that are summed in peer memory.  On two H100s a sum of this size with residual and
 # norm (2,048 rows of 4,096 values in bfloat16) takes 70 µs one-shot and 100 µs by NCCL (`python -m lab ranks`).
 MAX_PEER_BYTES = 2**24
-# The same bound for two ranks: the largest prefill pass of an 8B model.  A sum of 4,096 rows takes 133 µs, by NCCL 182.
+# MAX_PEER_BYTES for two ranks: enough for the largest prefill pass of an 8B model.  A sum of 4,096 rows takes 133 µs,
+# and 182 µs by NCCL.
 MAX_PEER_BYTES_OF_TWO_RANKS = 2**25
-# The bytes that a rank reads over NVLink in the time of one barrier (3 µs on those H100s).
+# The bytes that a rank reads over NVLink in the time of one barrier (3 µs on two H100s).
 BARRIER_COST_BYTES = 2**20
 log = logging.getLogger("espalier")
 
@@ -172,11 +174,10 @@ class PeerCollectives:
 
 
 def uses_two_shot(parts: Tensor, dtype: torch.dtype, num_ranks: int) -> bool:
-    """Returns whether `num_ranks` ranks sum parts [rows, H] or [splits, rows, H] two-shot.
+    """Returns whether `num_ranks` ranks sum parts [rows, H] or [splits, rows, H] two-shot.  dtype: of the sum.
 
     One-shot, a rank reads all values of every other rank.  Two-shot, a rank reads a share of these values, and then the
-    sums.  Two-shot reads fewer bytes, but needs one more barrier.
-    """
+    sums.  Two-shot reads fewer bytes, but needs one more barrier."""
     rows, size = parts.shape[-2:]
     saved_share = (num_ranks - 1) * (1 - 2 / num_ranks)
     return rows * size * dtype.itemsize * saved_share > BARRIER_COST_BYTES
@@ -186,10 +187,9 @@ def connect_gpus(
     rendezvous_file: Path, rank: int, num_ranks: int, device: torch.device, peer_bytes: int = 0
 ) -> Collectives:
     """Connect to the other ranks.  rendezvous_file, device: see NcclCollectives.
-    peer_bytes: the most bytes of a sum in peer memory; 0 means the measured bound.
+    peer_bytes: the most bytes of a sum in peer memory; 0: MAX_PEER_BYTES, or MAX_PEER_BYTES_OF_TWO_RANKS.
 
-    If a rank cannot map the memory of the others, NCCL does all collectives, and the log says so.
-    """
+    If a rank cannot map the memory of the others, NCCL does all collectives, and the log says so."""
     from espalier.shards.nccl import NcclCollectives
 
     nccl = NcclCollectives(rendezvous_file, rank, num_ranks, device)

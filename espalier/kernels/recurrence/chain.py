@@ -19,7 +19,7 @@ from espalier.kernels.runtime.jit import kernel
 from espalier.kernels.runtime.launch import acc_dtype, chip, next_power_of_2
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 
-# How many columns of keys _solve_chunks_kernel multiplies at once.
+# How many columns of the keys _solve_chunks_kernel multiplies in one step.
 STEP_COLUMNS = 32
 
 
@@ -30,8 +30,8 @@ def _invert_triangular_system(
     """Returns the inverse of I + system.  `system` is strictly lower triangular and has 2^BITS rows.
 
     The inverse of [[P, 0], [C, R]] is [[P', 0], [-R' C P', R']], with P' and R' the inverses of P and R.  So two
-    products make the inverses of all blocks of 2n rows from the inverses of the blocks of n rows.  A value of `system`
-    is in a block's C if n is the highest bit in which the value's row and column differ.
+    products make the inverses of all blocks of 2n rows from the inverses of the blocks of n rows.  For blocks of n
+    rows, a value of `system` is in a C if n is the highest bit in which its row index and column index differ.
     """
     differ = tl.arange(0, 2**BITS)[:, None] ^ tl.arange(0, 2**BITS)[None, :]
     inverse = tl.where(differ == 0, 1.0, 0.0).to(ACC_DTYPE) - tl.where(differ == 1, system, 0.0)
@@ -96,8 +96,8 @@ def _solve_chunks_kernel(
 
 @kernel
 def _prompt_pieces(batch_row, continues_ptr, row_counts_ptr, batch, BLOCK_B: tl.constexpr):
-    """Returns (whether a batch row is a prompt's first piece in this pass, number of pieces from this batch row on,
-    number of rows in these pieces)."""
+    """Returns (whether a batch row is a prompt's first piece in this pass, number of the prompt's pieces from this
+    batch row on, number of rows in these pieces)."""
     is_first, num_pieces, num_rows = True, 1, tl.load(row_counts_ptr + batch_row)
     if continues_ptr is not None:
         later_rows = batch_row + 1 + tl.arange(0, BLOCK_B)
@@ -115,8 +115,9 @@ def _values_added_to_state(
     HEADS: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, DELTA_RULE: tl.constexpr, ACC_DTYPE: tl.constexpr,
     PRECISION: tl.constexpr, CHUNK_ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Returns (k, v_t, log-decay from the chunk's start, values that the rows add to the state) of one chunk.  state_t:
-    the state before the chunk.  first_row: the chunk's first row.  v_ptr and gates_ptr point to the head's values."""
+    """Returns (k, v_t, log-decay from the chunk's start to each row, values that the rows add to the state) for one
+    chunk.  state_t: the state before the chunk.  first_row: the chunk's first row.  v_ptr and gates_ptr point to the
+    head's values."""
     PRODUCT_DTYPE: tl.constexpr = k_ptr.dtype.element_ty
     order, key = tl.arange(0, CHUNK_ROWS), tl.arange(0, BLOCK_K)
     k = tl.load(k_ptr + k_tile + order[:, None] * K_SIZE + key[None, :], mask=(key < K_SIZE)[None, :], other=0.0)
@@ -145,7 +146,8 @@ def _complete_snapshot(
     HEADS: tl.constexpr, GROUP_SIZE: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, DELTA_RULE: tl.constexpr,
     ACC_DTYPE: tl.constexpr, PRECISION: tl.constexpr, CHUNK_ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Updates the state at snapshot_ptrs, the state before a chunk, by the chunk's rows before the snapshot."""
+    """Completes a snapshot.  snapshot_ptrs holds the state before the chunk, and is updated by the chunk's rows before
+    the snapshot."""
     at = (rows_before_snapshot - 1) // CHUNK_ROWS * CHUNK_ROWS
     tile = (request * num_chunks + at // CHUNK_ROWS) * HEADS + head
     row = at + tl.arange(0, CHUNK_ROWS)
@@ -172,8 +174,8 @@ def _scan_chunks_kernel(
     ACC_DTYPE: tl.constexpr, PRECISION: tl.constexpr, CHUNK_ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_B: tl.constexpr, STAGES: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """q_ptr, k_ptr: q and k, rounded by _solve_chunks_kernel.  Tensors with names in _t are transposed: they have a
-    column for each row of the chunk, so that products take them from registers.  continues_ptr: for each batch row,
+    """q_ptr, k_ptr: q and k, rounded by _solve_chunks_kernel.  Tensors whose names end in _t are transposed: they have
+    a column for each row of the chunk, so that products take them from registers.  continues_ptr: for each batch row,
     whether it is the next piece of the prompt of the batch row before; None: no batch row is."""
     pdl_trigger_and_wait(USE_PDL)
     PRODUCT_DTYPE: tl.constexpr = k_ptr.dtype.element_ty
@@ -244,8 +246,9 @@ def chain_outputs(
     skip_weight: Tensor | None,
     is_delta_rule: bool,
 ) -> Tensor:
-    """The launcher of ops/states.py:chain_outputs.
-    Tolerance of outputs and states: the rounding of the operands, times the condition number of a chunk's system."""
+    """The launcher of ops/states.py:chain_outputs.  rows: (k, v, gates).
+    Tolerance of outputs and states: the rounding of products' operands, times the condition number of a chunk's system.
+    """
     k, v, gates = (x.contiguous() for x in rows)
     q = q.contiguous()
     (batch, count, heads, v_size), (k_heads, k_size) = v.shape, k.shape[2:]
@@ -299,8 +302,9 @@ class ChainPlan(NamedTuple):
 def choose_chain_plan(products: ProductPrecision, is_delta_rule: bool) -> ChainPlan:
     """Returns the launch parameters that were fastest on an H100 (docs/log.md).
 
-    With 16-bit operands, a program takes 64 columns of a state, even if a head has fewer.  They are the rows of wgmma's
-    products, at least 64.  Only wgmma takes 16-bit operands from registers in the layout of a product's results.
+    With 16-bit operands, a program takes 64 columns of a state, even if a head has fewer, because they are the rows of
+    wgmma's products, and wgmma takes at least 64 rows.  Only wgmma takes 16-bit operands from registers in the layout
+    of a product's results.
     """
     if products.operand_dtype.itemsize > 2:
         return ChainPlan(32, 1, 4)

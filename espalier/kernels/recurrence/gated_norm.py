@@ -1,4 +1,4 @@
-"""The RMS norm of the outputs of a layer with a recurrent state and their gate, or the gate alone, in one launch.
+"""For the outputs of a layer with a recurrent state: their RMS norm and gate, or only the gate, in one launch.
 
 A group is the columns that are normed together, such as a head.  A program takes adjacent groups, so that programs that
 run together read adjacent memory.  If a row is rounded to FP8 with one scale, a program takes the whole row.  The
@@ -20,7 +20,7 @@ from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 
 # The fewest values per program.  For small groups, a program takes several groups.
 MIN_PROGRAM_VALUES = 512
-# For programs that take a whole row: values per warp, and the most warps.
+# For programs that take a whole row: the values per warp, and the most warps.
 WARP_VALUES, MAX_WARPS = 256, 16
 
 
@@ -29,6 +29,7 @@ def _norm_and_gate(
     x, gate, weight, GROUP_COLUMNS: tl.constexpr, GATE_BEFORE_NORM: tl.constexpr, EPS: tl.constexpr,
     ACC_DTYPE: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
+    """Returns x [groups, columns] with its RMS norm and the factor silu(gate), in ACC_DTYPE."""
     gate = gate / (1.0 + tl.exp(-gate))
     if GATE_BEFORE_NORM:
         x *= gate

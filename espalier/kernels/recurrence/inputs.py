@@ -1,4 +1,5 @@
-"""Computes the q, k, v and gates of new rows: a short convolution along each row's path, then L2 norms and gates.
+"""Computes the q, k, v and gates of new rows: a short convolution of each row with its ancestors, then L2 norms and
+gates.
 
 Grid: (heads of q, k and v, blocks of rows), so that programs that run together read adjacent memory.  A program
 convolves the channels of one head.  Then the program L2-normalises a head of q or k, or computes the gates of a head of
@@ -15,7 +16,7 @@ from espalier.kernels.runtime.jit import kernel, load_sum
 from espalier.kernels.runtime.launch import acc_dtype, chip, next_power_of_2
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_wait
 
-# Channels per program in a layer with a convolution only, which has no heads.
+# Channels per program in a layer that has a convolution and no heads.
 BLOCK_C = 128
 
 
@@ -179,8 +180,7 @@ def _prepare_rows_kernel(
 ):  # fmt: skip
     """Computes a head of q, k or v for BLOCK_R rows.  For channels and columns see ops/states.py:ConvColumns.
 
-    This kernel waits for the previous kernel before it lets the next kernel start, which may read states (tree.py).
-    """
+    This kernel waits for the previous kernel before it lets the next kernel start, which may read states (tree.py)."""
     pdl_wait(USE_PDL)
     pdl_trigger(USE_PDL)
     row = tl.program_id(1).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -214,7 +214,8 @@ def _prepare_rows_kernel(
 def prepare_rows(
     inputs: Tensor, gates: GateInputs | None, conv: ShortConv, columns: ConvColumns, rows: RowInputs, out: PreparedRows
 ) -> None:
-    """See ops/states.py:prepare_rows.  Tolerance: an ulp of the inputs' dtype after the convolution, then an ulp."""
+    """See ops/states.py:prepare_rows.  Tolerance: one ulp of the inputs' dtype after the convolution, and one more ulp
+    after norms and gates."""
     num_rows = inputs.shape[-2]
     if not num_rows:
         return

@@ -1,8 +1,9 @@
-"""Commits accepted paths: updates the recurrent states by their rows, and the tails of convolutions by their inputs.
+"""Commits accepted paths: updates the recurrent states by the rows of the paths, and the tails of convolutions by the
+inputs at these rows.
 
 A tail is the last inputs of a convolution.  Rows update a state one after another, in float32 (float64 for float64),
-with the same operations in the same order.  So a state does not depend on how rounds divide a text.  Each program reads
-a part of a state once and keeps it in registers.  Grid: (parts of a state or tail, requests, layers).
+with the same operations in the same order.  So a state does not depend on how many tokens each round accepted.  Each
+program reads a part of a state once and keeps it in registers.  Grid: (parts of a state or tail, requests, layers).
 """
 
 import triton.language as tl
@@ -29,8 +30,7 @@ def _commit_states_kernel(
     """row_counts: how many rows of each request are accepted.  source_rows: the indices of these rows.
 
     After snapshot_counts rows of a request, the state is also written to the table row snapshot_rows of the request.
-    snapshot_counts_ptr: None if no request has a snapshot.
-    """
+    snapshot_counts_ptr: None if no request has a snapshot."""
     pdl_trigger_and_wait(USE_PDL)
     v_blocks: tl.constexpr = (V_SIZE + BLOCK_V - 1) // BLOCK_V
     head = tl.program_id(0) // v_blocks
@@ -108,7 +108,8 @@ def _commit_tails_kernel(
 ):  # fmt: skip
     """source_rows_ptr: None if x has `rows_per_request` rows for each request, in order.  continues_ptr,
     is_last_row_ptr: None if no request has several batch rows.  snapshot_counts_ptr: None without snapshots.
-    The launch takes turns FIRST_TURN .. END_TURN - 1.  Turn 0 writes snapshots' tails; turn 1 writes slots' tails."""
+    A program takes turns FIRST_TURN .. END_TURN - 1.  Turn 0 writes the tails of snapshots, turn 1 the tails of slots.
+    """
     pdl_trigger_and_wait(USE_PDL)
     channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     request, layer = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
@@ -158,8 +159,8 @@ def commit_tails(tail: Tensor, inputs: Tensor, path: PathRows, columns: ConvColu
     if not tail_rows or not batch:
         return
     _require_rows_contiguous(tail)
-    # If requests have pieces, snapshots take a launch of their own: a first piece may need the slot's old tail, which
-    # the last piece overwrites.
+    # If prompts have several pieces, the tails of snapshots have a separate launch: a first piece may need the slot's
+    # old tail, which the last piece overwrites.
     is_in_pieces = path.snapshot_counts is not None and path.continues_previous is not None
     for first, end in ((0, 1), (1, 2)) if is_in_pieces else ((0, 2),):
         _commit_tails_kernel[-(-channels // BLOCK_C), batch, layers](

@@ -1,12 +1,12 @@
 """Computes the outputs of a tree's nodes from the recurrent state of the prefix, which is read once and not written.
 
-Grid: (parts of a state, requests).  A program takes K_SIZE x BLOCK_V values of a head's state, and all nodes.  What the
-nodes add to the state is the solution x of (I + A) x = b.  In a node's row, A is nonzero only at the node's ancestors.
-The kernel repeats x = b - A x once for each depth of the tree.  A node's x is exact after as many steps as its depth.
-So a shallow tree takes few small products for any number of nodes, and errors do not add up.
+Grid: (parts of a state, requests).  A program takes K_SIZE x BLOCK_V values of a head's state, and all nodes.  The
+values that the nodes add to the state are the solution x of (I + A) x = b.  In a node's row, A is nonzero only at the
+node's ancestors.  The kernel repeats x = b - A x as often as the tree is deep.  The x of a node at depth d is exact
+after d steps.  So a shallow tree takes few small products for any number of nodes, and errors do not add up.
 
-In the products, the state's columns are the rows and the nodes are the columns, because Hopper's tensor cores take at
-least 64 rows and at least 8 columns.  So a tree of 16 nodes fills them.
+In the products, the columns of the state are the rows, and the nodes are the columns, because Hopper's tensor cores
+take at least 64 rows and at least 8 columns.  So a tree of 16 nodes fills them.
 
 A tree of a single row needs no tensor cores.  _single_row_kernel sums in float32, needs few registers, and loads its
 whole part of the state before it waits for the previous kernel.
@@ -27,7 +27,8 @@ from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_wait, p
 MIN_BLOCK = 16
 # Bytes of a line of the L2 cache.
 LINE_BYTES = 128
-# Columns of a state per program for a single row: with many heads, and with few heads, so that more programs read.
+# Columns of a state per program for a tree of a single row: with many heads; with few heads, where more programs must
+# read.
 SINGLE_ROW_BLOCK_V = (64, 32)
 
 
@@ -49,8 +50,9 @@ def _solve_tree(
 ):  # fmt: skip
     """Returns the values that each node adds to the state, [columns of the state, nodes].
 
-    first_values_t: the values that each node would add without ancestors, in the same shape.  key_products: the
-    products of each two nodes' keys.  seen_t: whether node i (row) is node j (column) or an ancestor of node j.
+    first_values_t: the values that each node would add if it had no ancestors, in the shape of the result.
+    key_products: the products of each two nodes' keys.  seen_t: whether node i (row) is node j (column) or an ancestor
+    of node j.
     """
     node = tl.arange(0, BLOCK_R)
     depth = tl.max(tl.sum(seen_t.to(tl.int32), 0), 0) - 1
@@ -94,7 +96,7 @@ def _tree_kernel(
     beta = tl.load(gate + HEADS, mask=is_node, other=0.0).to(ACC_DTYPE)
     v_place = (row * HEADS + head)[None, :] * V_SIZE + value[:, None]
     v_t = tl.load(v_ptr + v_place, mask=is_node[None, :] & is_value[:, None], other=0.0)
-    # Products would spread NaN and infinity to all nodes.  They become 0; below, descendants' outputs become NaN.
+    # Products would spread NaN and infinity to all nodes, so they become 0.  Below, descendants' outputs become NaN.
     is_not_finite = (log_decay * 0.0 != 0.0) | (beta * 0.0 != 0.0)
     log_decay, beta = tl.where(log_decay * 0.0 != 0.0, 0.0, log_decay), tl.where(beta * 0.0 != 0.0, 0.0, beta)
     product_t, out_t = tl.zeros([BLOCK_V, BLOCK_R], ACC_DTYPE), tl.zeros([BLOCK_V, BLOCK_R], ACC_DTYPE)
@@ -143,6 +145,7 @@ def _single_row_kernel(
     HEADS: tl.constexpr, GROUP_SIZE: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, DELTA_RULE: tl.constexpr,
     ACC_DTYPE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
+    """Computes one row per request.  gates_ptr: log decay, beta.  skip_ptr: each head's factor of v; may be None."""
     pdl_trigger(USE_PDL)
     v_blocks: tl.constexpr = (V_SIZE + BLOCK_V - 1) // BLOCK_V
     head, row = tl.program_id(0) // v_blocks, tl.program_id(1).to(tl.int64)
@@ -180,8 +183,9 @@ def tree_outputs(
     skip_weight: Tensor | None,
     is_delta_rule: bool,
 ) -> Tensor:
-    """See ops/states.py:tree_outputs.  Tolerance: the rounding of the operands (ProductPrecision), times the condition
-    number of I + A.  No state is computed from these products."""
+    """See ops/states.py:tree_outputs.  rows: (k, v, gates).  Tolerance: the rounding of the operands
+    (ProductPrecision), times the condition number of I + A.  The states of later rounds are not computed from these
+    products."""
     k, v, gates = rows
     batch, count, heads, v_size = v.shape
     table, slots = state
@@ -229,7 +233,7 @@ class ProductPrecision(NamedTuple):
 
 
 def choose_precision(v: Tensor, state_table: Tensor) -> ProductPrecision:
-    """Chooses operands at least as precise as the model's dtype.
+    """Chooses a dtype of operands that is at least as precise as the model's dtype.
 
     v: in the model's dtype.  state_table: the states.  float16 models use TF32, because float16's range is too small.
     """
@@ -248,10 +252,11 @@ class TreePlan(NamedTuple):
 
 
 def choose_tree_plan(v_size: int, heads: int, block_r: int, products: ProductPrecision, processors: int) -> TreePlan:
-    """Chooses the launch parameters.  heads: of all requests together.  block_r: the nodes of a tree, rounded up.
+    """Chooses the launch parameters.  heads: the heads of all requests together.  block_r: the nodes of a tree, rounded
+    up.
 
-    If there are few heads, each head is cut into more parts, so that all multiprocessors read.  If a tree has many
-    nodes, a head is cut into fewer parts, because each part multiplies the keys again.
+    If there are few heads, each head's state is cut into more parts, so that all multiprocessors read.  If a tree has
+    many nodes, a head's state is cut into fewer parts, because the program of each part multiplies the keys again.
     """
     is_few = heads < processors
     if products.operand_dtype.itemsize > 2:

@@ -1,7 +1,7 @@
 """`kernel` and `gluon_kernel`: triton.jit and gluon.jit with a launch hook.  If a hook is set, launches call the hook.
 
-A module with kernels imports Triton, which a machine without a GPU may lack.  So in this package only kernels import
-such modules at the top.  Other code imports them in a function (such as kernels/runtime/op.py).
+A module with kernels imports Triton, which a machine without a GPU may lack.  So in this package, only modules with
+kernels import such a module at the top.  Other modules import it inside a function (such as kernels/runtime/op.py).
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class GluonKernelFunction(HookedLaunch, GluonJITFunction):
 def kernel(function: Callable[..., Any] | None = None, *, do_not_specialize: Sequence[str] = ()) -> Any:
     """A decorator for a function in Triton's language.  With TRITON_INTERPRET set, Triton's interpreter runs it.
 
-    do_not_specialize: names of integer arguments for which one compiled kernel serves all values.  For other integers
-    Triton compiles a separate kernel if the value is 1, and one if it is divisible by 16.  Such a kernel
-    computes addresses and divisions faster.  For a loop bound, such as the batch size, it gains nothing, and requests
-    would wait for the compilation.
+    do_not_specialize: names of integer arguments for which one compiled kernel serves all values.  For other integers,
+    Triton compiles a separate kernel if the value is 1, and another if the value is divisible by 16.  A separate kernel
+    computes addresses and divisions faster.  For a loop bound, such as the batch size, a separate kernel gains nothing,
+    and requests would wait for its compilation.
     """
     if function is None:
         return partial(kernel, do_not_specialize=do_not_specialize)
@@ -64,7 +64,8 @@ def gluon_kernel(function: Callable[..., Any] | None = None, *, do_not_specializ
 
 @kernel
 def load_sum(pointer, split_stride, mask, SPLITS: tl.constexpr, DTYPE: tl.constexpr, ACC_DTYPE: tl.constexpr):
-    """Load partial sums and add them in order.  The sum is rounded to DTYPE, as by `linear`, but has type ACC_DTYPE."""
+    """Load SPLITS partial sums and add them in order.  The sum is rounded to DTYPE, as `linear` does, and returned as
+    ACC_DTYPE."""
     total = tl.load(pointer, mask=mask, other=0.0).to(ACC_DTYPE)
     for _ in tl.static_range(1, SPLITS):
         # The pointer advances by one stride, because the product stride · SPLITS may be above 2^31.
@@ -77,9 +78,9 @@ def load_sum(pointer, split_stride, mask, SPLITS: tl.constexpr, DTYPE: tl.conste
 def from_fp8(values, dtype: tl.constexpr):
     """Convert FP8 values to dtype, exactly.  Values that already have dtype stay as they are.
 
-    The conversion to bfloat16 goes through float32.  Triton's direct conversion takes one F2F instruction per value, at
-    an eighth of the rate of other instructions: an H200 reads memory faster than that (docs/log.md).  To float16, one
-    instruction converts two values.
+    The conversion to bfloat16 goes through float32.  Triton's direct conversion takes one F2F instruction per value,
+    and F2F runs at an eighth of the rate of other instructions.  An H200 reads memory faster than that (docs/log.md).
+    To float16, one instruction converts two values.
     """
     if values.dtype != dtype and dtype == tl.bfloat16:
         values = values.to(tl.float32)
@@ -90,8 +91,7 @@ def from_fp8(values, dtype: tl.constexpr):
 def divide_and_clamp_to_fp8(values, scale, FP8_MAX: tl.constexpr):
     """Returns values / scale, clamped to FP8's range, in float32.  Infinite quotients become NaN.
 
-    values, scale: float32 or float64, of shapes that broadcast.
-    """
+    values, scale: float32 or float64, of shapes that broadcast."""
     # The division is IEEE, so that the bytes equal the reference's.
     if values.dtype == tl.float32:
         quotient = tl.div_rn(values, tl.zeros_like(values) + scale)
@@ -105,7 +105,8 @@ def divide_and_clamp_to_fp8(values, scale, FP8_MAX: tl.constexpr):
 
 @kernel
 def float_to_key(x):
-    """Convert floats to integers in the same order.  -0.0 is below 0.0.  key_to_float is the inverse."""
+    """Convert floats to integers that have the same order as the floats.  -0.0 is below 0.0.  key_to_float is the
+    inverse."""
     if x.dtype == tl.float32:
         bits = x.to(tl.int32, bitcast=True)
         key = bits ^ ((bits >> 31) & 0x7FFFFFFF)

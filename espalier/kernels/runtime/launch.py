@@ -32,7 +32,7 @@ launch_hook: ContextVar[Callable[..., None] | None] = ContextVar("launch_hook", 
 
 
 def is_precompiling() -> bool:
-    """Returns whether launches of this thread only compile.  Then launchers compile for other numbers of rows too."""
+    """Returns whether launches of this thread only compile.  If so, launchers compile for other row numbers too."""
     return launch_hook.get() is not None
 
 
@@ -54,19 +54,18 @@ class Chip:
     """The properties of a GPU on which launch parameters depend.
 
     shared_memory: bytes that one thread block may use.  processors: number of SMs.  capability: compute capability,
-    (9, 0) for Hopper.
-    """
+    (9, 0) for Hopper."""
 
     shared_memory: int
     processors: int
     capability: tuple[int, int]
 
     def shared_memory_per_program(self, programs: int) -> int:
-        """Returns bytes of shared memory for each of `programs` programs that share a multiprocessor."""
+        """Returns the bytes of shared memory that a program may use if `programs` programs share a multiprocessor."""
         return (self.shared_memory + DRIVER_SHARED_MEMORY_BYTES) // programs - DRIVER_SHARED_MEMORY_BYTES
 
     def programs_fitting_per_processor(self, shared_memory: int) -> int:
-        """Returns how many programs share a multiprocessor if each takes `shared_memory` bytes."""
+        """Returns how many programs fit on a multiprocessor if each takes `shared_memory` bytes."""
         return (self.shared_memory + DRIVER_SHARED_MEMORY_BYTES) // (shared_memory + DRIVER_SHARED_MEMORY_BYTES)
 
 
@@ -89,27 +88,25 @@ def _chip(device: torch.device) -> Chip:
 def is_oversubscribed(num_programs: int, gpu: Chip) -> bool:
     """Returns whether a grid of `num_programs` small programs should become fewer and larger programs.
 
-    A chip starts about one program per nanosecond, however short the program is (an H200, docs/log.md)."""
+    A chip starts about one program per nanosecond, however short the programs are (H200, docs/log.md)."""
     return num_programs > MAX_PROGRAMS_PER_PROCESSOR * gpu.processors
 
 
 def choose_split_size(size: int, rows: int, gpu: Chip, min_size: int, max_size: int) -> int:
-    """Returns how many of `size` columns a program takes: `min_size` times a power of two.
+    """Returns how many of `size` columns a program takes (a split): `min_size` times a power of two.
 
-    With few rows, splits are small, so that the programs fill the chip.  With many rows they are larger, up to
-    `max_size`, because starting a program takes time.
-    """
+    With few rows, splits are small, so that there are enough programs to fill the chip.  With many rows, splits are
+    larger, up to `max_size`, because starting a program takes time."""
     while min_size < min(max_size, size) and is_oversubscribed(rows * -(-size // min_size), gpu):
         min_size *= 2
     return min_size
 
 
 def require(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None, same_device: Tensor) -> None:
-    """Check a launcher's argument on the host: shape (-1: any size), dtype (None: any), and the device of
-    `same_device`.
+    """Check a launcher's tensor argument on the host: its shape (-1: any size), its dtype (None: any), and that it is
+    on the device of `same_device`.
 
-    name: the argument's name in the error text.  Raises EspalierError with the required and the actual properties.
-    """
+    name: the argument's name in the error text.  Raises EspalierError with the required and the actual properties."""
     size = tensor.shape
     # A prefill pass calls this function hundreds of times, so equal shapes are compared in one step.
     fits = size == shape or (len(size) == len(shape) and all(n in (-1, m) for n, m in zip(shape, size, strict=True)))

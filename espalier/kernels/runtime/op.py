@@ -19,8 +19,8 @@ R = TypeVar("R")
 
 
 class Op(Protocol[P, R]):
-    """An operation.  reference: runs it in plain torch.  triton: runs its launcher, on any device.  launcher_module:
-    the module of the launcher."""
+    """An operation.  Calling it chooses between `triton` and `reference`.  reference: runs the operation in plain
+    torch.  triton: runs the launcher, on any device.  launcher_module: the module of the launcher."""
 
     reference: Callable[P, R]
     triton: Callable[P, R]
@@ -33,10 +33,11 @@ class Op(Protocol[P, R]):
 def op(
     module: str, tensor: str | None = None, condition: Callable[..., bool] | None = None
 ) -> Callable[[Callable[P, R]], Op[P, R]]:
-    """Decorate a reference.  Its launcher is the function in `module` with the same name and signature.
+    """Decorate a reference.  The launcher is the function in `module` with the reference's name and signature.
 
-    tensor: an expression of the parameters; None: the first parameter.  The launcher runs if this tensor is on a GPU.
-    condition: a function of some of the parameters, instead of `tensor`.  The launcher runs if it returns True.
+    tensor: a Python expression of the parameters, which gives a tensor; None: the first parameter.  The launcher runs
+    if this tensor is on a GPU.  condition: given instead of `tensor`, a function of some of the parameters.  The
+    launcher runs if it returns True.
     """
 
     def declare(reference: Callable[P, R]) -> Op[P, R]:

@@ -2,7 +2,7 @@
 
 Without PDL, the chip idles for some microseconds at each launch.  With PDL, a kernel is launched during the
 predecessor's work.  A kernel that is launched with PDL does three things:
-- trigger: the kernel lets the next kernel start.  The next kernel's programs run as soon as SMs are free, then wait.
+- trigger: the kernel lets the next kernel start.  The next kernel's programs begin when SMs are free, and then wait.
 - prefetch (optional): before its wait, the kernel may prefetch weights into the L2.  No kernel writes weights.
 - wait: every program waits before it reads or writes anything else.
 
@@ -42,12 +42,14 @@ def prefetch(pointers):
 
 @kernel
 def pdl_trigger(USE_PDL: tl.constexpr):
+    """Let the next kernel start."""
     if USE_PDL:
         tl.extra.cuda.gdc_launch_dependents()
 
 
 @kernel
 def pdl_wait(USE_PDL: tl.constexpr):
+    """Wait until the previous kernel has ended."""
     if USE_PDL:
         tl.extra.cuda.gdc_wait()
 

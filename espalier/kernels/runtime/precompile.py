@@ -2,7 +2,7 @@
 
 The first startup needs 100 to 200 kernels.  Triton compiles each kernel on a single thread, mostly outside of Python,
 so several threads can compile in parallel.  Inside `precompile()` the launchers run as usual, but each launch
-only compiles.  So exactly the kernels that later launches need are compiled.
+only compiles.  So precompile() compiles exactly the kernels that later launches need.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -28,9 +28,9 @@ def precompile() -> Iterator[Sequence[Future[Any]]]:
     """Compile kernels instead of launching them: inside this context `kernel[grid](arguments)` only compiles.  When the
     context ends, every kernel is compiled and loaded.  Yields the futures of kernels that were not in memory yet.
 
-    PyTorch's operations do run.  The outputs of kernels are zeros, so ids and row numbers in them are
-    valid.  Only the calling thread is affected.  Raises the errors of launches, at the latest when the context ends.
-    Raises RuntimeError if nested.
+    PyTorch's operations do run.  The outputs of kernels are zeros, so ids and row numbers in these outputs are valid.
+    Only launches of the calling thread are affected.  Raises the errors of launches, at the latest when the context
+    ends.  Raises RuntimeError if nested.
     """
     if launch_hook.get() is not None:
         raise RuntimeError("precompile() cannot be nested: this thread is inside a precompile() context already")
@@ -57,8 +57,7 @@ def precompile() -> Iterator[Sequence[Future[Any]]]:
 class KernelCompiler:
     """The executor for Triton's AsyncCompileMode, whose threads compile kernels.
 
-    futures: one future per compilation; jit_functions: the functions whose kernels were requested, by id.
-    """
+    futures: one future per compilation; jit_functions: the functions whose kernels were requested, by id."""
 
     def __init__(self) -> None:
         self.thread_pool = ThreadPoolExecutor(min(available_cores(), MAX_THREADS), "espalier-compile")

@@ -1,4 +1,4 @@
-"""Functions that kernels call to change a block of logits: mask, bias, bans, penalties, temperature.
+"""Functions that kernels call to process a block of logits: token mask, logit bias, banned ids, penalties, temperature.
 
 The reference, espalier/sampling/logit_processors.py, has the same operations in the same order.  Launches need
 enable_fp_fusion=False, because a fused multiply-add rounds once where the reference rounds twice.  Every row reads the
@@ -21,7 +21,7 @@ from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 from espalier.slots import FLOAT_COLUMNS, INT_COLUMNS, Columns, SlotTable
 
 LOGIT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-# The columns of GatheredSlots: the columns of the slot table, and after its integer columns three more.
+# The columns of GatheredSlots: the columns of the slot table, and three more integer columns.
 COLUMNS = Columns((*INT_COLUMNS, "slot", "num_bias", "num_stops"), FLOAT_COLUMNS)
 
 # Launchers pass the next three classes as plain tuples, to save time on the host.  Kernels turn them into named tuples.
@@ -41,8 +41,7 @@ class SlotArguments(NamedTuple):
     """Pointers to GatheredSlots and to the wide fields of the slot table, and the widths of these fields.
 
     bias_ids_ptr, bias_values_ptr: the token ids and values of logit_bias.  stop_ids_ptr: the request's stop ids.
-    counts_ptr: how often each token is in the output.  seen_ptr: whether it is in the prompt.
-    """
+    counts_ptr: how often each token is in the output.  seen_ptr: whether it is in the prompt."""
 
     ints_ptr: Any
     floats_ptr: Any
@@ -57,10 +56,10 @@ class SlotArguments(NamedTuple):
 
 
 class DraftedArguments(NamedTuple):
-    """Drafted tokens, ancestor bits and token masks.  Penalties count tokens first_output .. num_tokens - 1.
+    """Drafted tokens, ancestor bits and token masks.  Penalties count only the drafted tokens first_output ..
+    num_tokens - 1.
 
-    mask_ptr: token masks, one bit per token.  mask_words: words of a mask; 0: there are no masks.
-    """
+    mask_ptr: token masks, one bit per token.  mask_words: words of a mask; 0: there are no masks."""
 
     tokens_ptr: Any
     tokens_stride: Any
@@ -105,11 +104,12 @@ class DraftedRow(NamedTuple):
 
 @dataclass(frozen=True)
 class GatheredSlots:
-    """The sampling parameters of a batch's slots, gathered once per launch.  Wide fields stay in the slot table.
+    """The sampling parameters of a batch's slots, gathered once per launch.  Fields with many values per slot (bias,
+    stop ids, counts) stay in the slot table.
 
     ints: [B, COLUMNS.num_ints] int64.  floats: [B, COLUMNS.num_floats] float32.  Column `slot` of ints is the slot's
     index.  Columns num_bias and num_stops are the numbers of the slot's biases and stop ids.  arguments: the argument
-    `slots` of kernels, in the order of SlotArguments.
+    that kernels call `slots`, in the order of SlotArguments.
     """
 
     table: SlotTable
@@ -170,8 +170,7 @@ def logits_arguments(logits: Tensor, vocab: int, slots: GatheredSlots, first_pos
     """Build the kernels' argument `logits`, in the order of LogitsArguments.
 
     logits: [B, Q, vocab], contiguous in the last dimension; first_positions: [B] int64, the position of the first token
-    that the launch draws.  Raises EspalierError for other shapes and dtypes.
-    """
+    that the launch samples.  Raises EspalierError for other shapes and dtypes."""
     require("logits", logits, (slots.batch, -1, vocab), None, slots.ints)
     require("first_positions", first_positions, (slots.batch,), torch.int64, slots.ints)
     if logits.dtype not in LOGIT_DTYPES or (vocab > 1 and logits.stride(2) != 1):
@@ -251,8 +250,7 @@ def load_row_arguments(launch_row, queries, offset, logits, slots, drafted, COLU
     """Returns (request, pointer to the logits, position of the token, RowParams, DraftedRow) of a row of the launch.
 
     launch_row: request · queries + query.  offset: the row's position minus the first position of its request.
-    logits, slots, drafted: LogitsArguments, SlotArguments, DraftedArguments.
-    """
+    logits, slots, drafted: LogitsArguments, SlotArguments, DraftedArguments."""
     b = launch_row // queries
     q = launch_row % queries
     position = tl.load(logits.first_position_ptr + b * logits.first_position_stride) + offset
@@ -289,7 +287,7 @@ def load_row_params(b, position, slots, COLUMNS: tl.constexpr):
 
 @kernel
 def leaves_logits_unchanged(row):
-    """Returns whether process_logits returns the row's logits unchanged, apart from the mask.  row: RowParams."""
+    """Returns whether process_logits leaves the row's logits unchanged, except for the mask.  row: RowParams."""
     return (row.num_bias == 0) & (row.num_banned == 0) & (row.has_penalties == 0) & ~(row.temperature > 0)
 
 
@@ -308,8 +306,7 @@ def process_logits(x, ids, is_token, row, drafted):
     """Apply mask, bias, bans, penalties and temperature to logits x of token ids [BLOCK], in the dtype of x.
 
     x: [BLOCK], or [BLOCK, n] for n rows with the same parameters.  is_token: [BLOCK]; where it is false, the caller
-    sets x to -inf, and x stays -inf.  row, drafted: RowParams, DraftedRow.
-    """
+    sets x to -inf, and x stays -inf.  row, drafted: RowParams, DraftedRow."""
     exact: tl.constexpr = x.dtype
     if drafted.mask_words > 0:
         word = tl.load(drafted.mask_ptr + ids // 32, mask=is_token, other=0)

@@ -1,8 +1,8 @@
-"""Writes log-probabilities of emitted tokens to the results of a launch, for requests that want log-probabilities.
+"""Writes the log-probabilities of emitted tokens to a launch's results, for requests that want log-probabilities.
 
-There are two launches.  The first finds the likeliest tokens of each split of the vocabulary, and the split's sum of
-exponentials.  The second merges the splits, one program per token.  Programs of requests without log-probabilities end
-at once.  So a CUDA graph can always have both launches.
+There are two launches.  The first finds the likeliest tokens of each split (a part of the vocabulary), and the split's
+sum of exponentials.  The second merges the splits, one program per token.  Programs of requests without
+log-probabilities end at once.  So a CUDA graph can always have both launches.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ def write_logprobs(
     """The launcher of ops/sampling.py:write_logprobs.
 
     Token ids and ranks equal the reference's.  In float32, log-probabilities are within 2**-16 of the reference's,
-    because the order of summation differs.  Raises EspalierError for a tensor with another shape, dtype or device.
-    """
+    because the order of summation differs.  Raises EspalierError for a tensor with another shape, dtype or device."""
     (batch, _, vocab), width = logits.shape, tokens.shape[1]
     num_words = ring.shape[3]
     max_logprobs = (num_words - TOP) // 2
@@ -76,6 +75,7 @@ def _split_logprobs_kernel(
     width, splits, vocab, batch_stride, row_stride,
     MAX_LOGPROBS: tl.constexpr, SPLIT_SIZE: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
+    """Grid: (tokens, splits of the vocabulary).  width: tokens per request.  rows_ptr: the logits row of each token."""
     pdl_trigger_and_wait(USE_PDL)
     token_index = tl.program_id(0).to(tl.int64)
     b, w = token_index // width, token_index % width
@@ -113,8 +113,7 @@ def _merge_logprobs_kernel(
     """Merge the splits of a token.  Among equal logits, candidates are in order of ids, so the lowest id comes first.
 
     words_ptr, floats_ptr: the ring, as int64 and as float64.  TOKEN to TOP_VALUES: offsets in a row, whose layout is in
-    espalier/logprobs.py.  logits_rows_ptr: the row of `logits` that each token was picked from.
-    """
+    espalier/logprobs.py.  logits_rows_ptr: the row of `logits` that each token was picked from."""
     pdl_trigger_and_wait(USE_PDL)
     place = tl.program_id(0).to(tl.int64)
     b, w = place // width, place % width
@@ -140,7 +139,7 @@ def _merge_logprobs_kernel(
         is_left = (candidate < splits * MAX_LOGPROBS) & (candidate % MAX_LOGPROBS < num_wanted)
         values = tl.load(values_ptr + place * splits * MAX_LOGPROBS + candidate, mask=is_left, other=float("-inf"))
         ids = tl.load(ids_ptr + place * splits * MAX_LOGPROBS + candidate, mask=is_left, other=2147483647)
-        # If a split has fewer ids than candidates, its last candidates have this id, and are not tokens.
+        # If a split has fewer ids than candidates, its last candidates have this id, which is no token.
         is_left = is_left & (ids != 2147483647)
         for k in range(num_wanted):
             best = tl.max(tl.where(is_left, values, float("-inf")), 0)

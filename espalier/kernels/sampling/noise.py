@@ -1,9 +1,9 @@
 """Functions that kernels call for sampling noise.  The reference and the formulas are in espalier/sampling/pick.py.
 
-The random bits equal the reference's exactly.  The logarithms are tl.log, which Triton lowers to libdevice's accurate
-__nv_logf and __nv_log (error of one ulp; not lg2.approx).  So in float32 the noise is within 2**-22 of the reference's.
-This is a relative error for noise above 1 and an absolute error for noise below 1, because the outer logarithm turns a
-relative error of the inner logarithm into an absolute error.
+The random bits are exactly those of the reference.  The logarithms are tl.log, which Triton lowers to libdevice's
+accurate __nv_logf and __nv_log (error of one ulp; not lg2.approx).  So in float32 the noise is within 2**-22 of the
+reference's.  This is a relative error for noise above 1 and an absolute error for noise below 1, because the outer
+logarithm turns a relative error of the inner logarithm into an absolute error.
 """
 
 from __future__ import annotations

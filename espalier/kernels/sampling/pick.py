@@ -1,13 +1,13 @@
 """Samples a token for each row of the target's logits, in three launches and without a copy of the logits.
 
 The reference is `pick` in espalier/sampling/pick.py; speculate/sampler.py chooses between kernels and reference.  The
-first launch finds the best token of each split of the vocabulary.  The second merges the splits, one program per row.
-The third samples again in rows with top-k, top-p or min-p (top_k_top_p.py).  A row's token does not depend on the
-splits.  Every row reads the parameters of its own slot, so one launch serves any mixture of requests.
+first launch finds the best token of each split (a part of the vocabulary).  The second merges the splits, one program
+per row.  The third samples again in rows with top-k, top-p or min-p (top_k_top_p.py).  A row's token does not depend on
+the splits.  Every row reads the parameters of its own slot, so one launch serves any mixture of requests.
 
 For the same logits, the results of bias, bans, penalties and temperature equal the reference's bit for bit.  So greedy
-tokens are equal.  Sampled tokens are equal, unless two scores differ by less than the rounding of the noise (noise.py),
-or a token is at the limit of top-p (top_k_top_p.py).
+tokens are equal.  Sampled tokens are equal too, unless two scores differ by less than the rounding of the noise
+(noise.py), or a token is at the limit of top-p (top_k_top_p.py).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from espalier.kernels.sampling.top_k_top_p import draw_filtered
 # The fewest and the most token ids per split.  Launches with many rows have larger splits.
 MIN_SPLIT_SIZE = 2048
 MAX_SPLIT_SIZE = 32768
-# Token ids per load in a row whose logits change, and bytes per load in a row whose logits do not change.
+# Token ids per load in a row whose logits are processed, and bytes per load in a row whose logits are not.
 BLOCK = 1024
 UNPROCESSED_BLOCK_BYTES = 4096
 
@@ -126,8 +126,7 @@ def first_id_of_block(start, end, BLOCK: tl.constexpr):
     """Returns the first id of the next block: `start`, or a lower id, so that the whole block is below `end`.
 
     With a lower first id, some ids of this split or of the previous split are read again.  This does not change the
-    best id.
-    """
+    best id."""
     return tl.minimum(start, tl.maximum(end - BLOCK, 0))
 
 
@@ -183,8 +182,9 @@ def _best_of_split_kernel(
     COLUMNS: tl.constexpr, BLOCK: tl.constexpr, UNPROCESSED_BLOCK: tl.constexpr, IDS_PER_THREAD: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write a split's best key, and the lowest id with that key, to keys and ids [rows, splits].  A score is
-    logit / T + noise, without noise in rows with filters."""
+    """Write a split's best key (the key of its best score), and the lowest id with that key, to keys and ids [rows,
+    splits].  A score is logit / T + noise; rows with filters get no noise here.  logits, slots, drafted: see
+    load_row_arguments."""
     pdl_trigger_and_wait(USE_PDL)
     out = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
@@ -225,7 +225,7 @@ def _merge_row_kernel(tokens_ptr, finite_ptr, keys_ptr, ids_ptr, splits, SPLITS:
     split = tl.arange(0, SPLITS)
     split_exists = split < splits
     ids = tl.load(ids_ptr + out * splits + split, mask=split_exists, other=2147483647)
-    # Lanes past the last split read the key of the first split, because no value of a key is free to mean "no split".
+    # Lanes past the last split read the key of the first split, because every value of a key has a meaning.
     keys = tl.load(keys_ptr + out * splits + tl.where(split_exists, split, 0))
     best = tl.max(keys, 0)
     token = tl.min(tl.where(keys == best, ids, 2147483647), 0)
@@ -242,8 +242,7 @@ def _draw_filtered_kernel(
     """Sample again in rows with filters (top-k, top-p, min-p), from the tokens that the filters leave.
 
     Each program covers many rows, and first reads has_filters of 32 rows at once.  Most rows have no filters, so one
-    program per row, or one load per row, would take longer.
-    """
+    program per row, or one load per row, would take longer."""
     pdl_trigger_and_wait(USE_PDL)
     logits, slots, drafted = LogitsArguments(*logits), SlotArguments(*slots), DraftedArguments(*drafted)
     program, num_programs = tl.program_id(0), tl.num_programs(0)

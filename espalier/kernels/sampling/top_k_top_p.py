@@ -2,12 +2,13 @@
 
 The reference is `apply_filters` in espalier/sampling/pick.py.  The cutoff is the smallest logit that stays.  Bisection
 finds the cutoff.  Each pass over the row computes an exact sum over the tokens above a pivot: their number, or their
-probability mass as an integer.  Then one end of the interval moves to a logit of the row.  A row of a thousand distinct
-values takes about ten passes, and no row takes more than a hundred.  Of equal logits at the cutoff, the lower ids stay.
+probability mass as an integer.  Then one end of the search interval moves to a logit of the row.  A row of a thousand
+distinct values takes about ten passes, and no row takes more than a hundred.  Of equal logits at the cutoff, the lower
+ids stay.
 
 A token's mass is exp(logit - largest logit), by tl.exp.  In float32 the relative error of a mass is at most 2**-19,
 unless the mass is too small to count.  So kernel and reference may differ on a token whose cumulative mass is this
-close to top_p: one keeps the token, and the other drops it.  The kernel decides the same way each time.
+close to top_p: one keeps the token, and the other drops it.  The kernel itself always decides in the same way.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from espalier.kernels.sampling.noise import gumbel_noise
 
 @kernel
 def load_processed_block(logits_ptr, start, vocab, dtype: tl.constexpr, row, drafted, BLOCK: tl.constexpr):
-    """Returns (x, ids) of a block of a row: logits after process_logits (-inf past the vocabulary), and token ids."""
+    """Returns (x, ids) of a block of a row: logits after process_logits (-inf past the vocabulary), and token ids.
+    row, drafted: RowParams, DraftedRow."""
     ids = start + tl.arange(0, BLOCK)
     x = tl.load(logits_ptr + ids, mask=ids < vocab, other=float("-inf"))
     return process_logits(x.to(dtype), ids, ids < vocab, row, drafted), ids
@@ -37,9 +39,8 @@ def probability_mass(x, max_logit):
 def next_pivot(low, high, step):
     """Returns a value in [low, high).
 
-    Before step 24 the pivot is the middle, which is fast for usual logits.  From then on it is the median of all floats
-    between low and high, which bounds the number of steps for any logits.
-    """
+    Before step 24 the pivot is the middle of low and high, which needs few steps for usual logits.  From step 24 on,
+    the pivot is the median of all floats between low and high, which limits the number of steps for any logits."""
     low_key = float_to_key(low)
     high_key = float_to_key(high)
     median_float = key_to_float((low_key & high_key) + ((low_key ^ high_key) >> 1))
@@ -55,8 +56,7 @@ def find_cutoff(
     """Returns (cutoff, sum over the tokens above the cutoff).  A sum is a number of tokens; with BY_MASS, their mass.
 
     The cutoff is the largest value for which the sum over the tokens at or above the cutoff is at least `target_sum`,
-    but at least min_cutoff.  max_logit: the row's largest logit, which must be finite.
-    """
+    but at least min_cutoff.  max_logit: the row's largest logit, which must be finite."""
     exact: tl.constexpr = max_logit.dtype
     low = min_cutoff
     high = max_logit

@@ -1,9 +1,9 @@
-"""A launch's reads and writes of the slot table.
+"""The kernels that read and write the slot table (one slot per request) in a launch.
 
-They are the BatchState, the chains of known tokens (such as a piece of a prompt), the sampled tokens, and the hidden
-states that a slot carries from one launch to the next.
+They read the BatchState and chains of known tokens (such as a piece of a prompt).  They write the sampled tokens, and
+read and write the hidden states that a slot carries from one launch to the next.
 
-A row of the page pool is page * page_size + offset, with the page from the request's table.
+The row of a position in the pages is page * page_size + offset, with the page from the request's page table.
 kernels/ops/state.py:page_rows computes this row in PyTorch, and pool_row in kernels.
 """
 
@@ -28,11 +28,12 @@ def pool_row(table_ptr, position, page_size, is_kept):
 
 
 MAX_BLOCK_SIZE = 1024
-# New page-table entries that a program writes at once, one per thread.
+# The number of new page-table entries that a program writes at once, one per thread.
 PAGE_UPDATE_BLOCK = 128
 
 
 def gather_slots(table: SlotTable, slot_indices: Tensor, page_updates: ScatterUpdate | None = None) -> BatchState:
+    """The launcher of ops/state.py:gather_slots.  page_updates: new page-table entries, (cells, pages)."""
     (batch,), width = slot_indices.shape, table.page_table.shape[1]
     require("gather: index", slot_indices, (-1,), torch.int64, table.page_table)
     cells, values = (slot_indices[:0], slot_indices[:0]) if page_updates is None else page_updates
@@ -58,6 +59,7 @@ def gather_slots(table: SlotTable, slot_indices: Tensor, page_updates: ScatterUp
 def read_chain(
     slots: BatchState, first_offset: int, num_tokens: Tensor, row_width: int, padding: int | None = None
 ) -> TokenChain:
+    """The launcher of ops/state.py:read_chain.  Position prefix_len + first_offset comes first."""
     batch, table, page_size = slots.batch, slots.table, slots.table.layout.page_size
     require("chain: length", num_tokens, (batch,), torch.int64, slots.prefix_len)
     chain = TokenChain(*(num_tokens.new_empty(batch, row_width) for _ in range(3)))
@@ -74,6 +76,7 @@ def read_chain(
 
 
 def store_carried_field(slots: BatchState, field_name: str, values: Tensor, num_tokens: Tensor) -> None:
+    """The launcher of ops/state.py:store_carried_field.  num_tokens: row num_tokens - 1 of values is stored."""
     carried = slots.table.carried[field_name]
     batch, size = slots.batch, carried.shape[1]
     require("carry: values", values, (batch, -1, size), carried.dtype, carried)
@@ -97,8 +100,8 @@ def _gather_slots_kernel(
 ):  # fmt: skip
     """Write new page-table entries, then read a batch's slots.
 
-    Each program writes the entries of the slot that it reads.  The first program writes the entries of all slots.
-    """
+    Each program writes the new entries of the slot that it reads.  The first program writes the new entries of all
+    slots."""
     pdl_trigger_and_wait(USE_PDL)
     b = tl.program_id(0).to(tl.int64)
     slot = tl.load(index_ptr + b * index_stride)
@@ -135,6 +138,7 @@ def _chain_kernel(
     index_stride, length_stride, history_stride, table_width, first_offset, width, page_size, padding,
     BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
+    """Read `length` tokens of each slot's history.  width: columns of the outputs.  padding: below 0: the root."""
     pdl_trigger_and_wait(USE_PDL)
     b = tl.program_id(0).to(tl.int64)
     offset = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -156,6 +160,7 @@ def _carry_kernel(
     index_ptr, length_ptr, values_ptr, carried_ptr, index_stride, length_stride, rows,
     HIDDEN_SIZE: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
+    """Store row length - 1 of values [B, rows, HIDDEN_SIZE] in the slot of each request.  index_ptr: the slots."""
     pdl_trigger_and_wait(USE_PDL)
     b = tl.program_id(0).to(tl.int64)
     last = tl.maximum(tl.load(length_ptr + b * length_stride) - 1, 0)
@@ -168,6 +173,7 @@ def _carry_kernel(
 def advance(
     slots: BatchState, num_tokens: Tensor, picked_tokens: Tensor, count_tokens: bool, path: AcceptedNodes | None = None
 ) -> AdvanceResult:
+    """The launcher of ops/state.py:advance.  count_tokens: whether to count the picked tokens, for penalties."""
     table, (batch, width) = slots.table, picked_tokens.shape
     require("advance: picked_tokens", picked_tokens, (slots.batch, -1), torch.int64, table.history)
     require("advance: length", num_tokens, (batch,), torch.int64, picked_tokens)
@@ -197,7 +203,7 @@ def _advance_kernel(
     index_stride, length_stride, table_width, history_stride, counts_stride, nodes_per_request, page_size,
     COLUMNS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write the sampled tokens into one slot per program, and move the slot's root to the last token."""
+    """Each program writes the sampled tokens of one slot, and makes the last token the slot's root."""
     pdl_trigger_and_wait(USE_PDL)
     request = tl.program_id(0).to(tl.int64)
     slot = tl.load(index_ptr + request * index_stride)

@@ -1,6 +1,7 @@
-"""Commit: copies the rows of accepted tokens from staging to the pages.
+"""Commit: copies K and V rows of accepted tokens from the staging buffers to the pages.  Also writes a launch's
+results.
 
-One launch copies all layers of up to TENSORS_PER_LAUNCH tensors (such as K and V).
+One launch of the copy is for up to TENSORS_PER_LAUNCH tensors (such as K and V), each with all layers.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ TENSORS_PER_LAUNCH = 2
 def _copy_row(
     src_ptr, dst_ptr, layer, source, row, src_layer_stride, dst_layer_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr
 ):
+    """Copy one layer's row `source` of src to row `row` of dst.  SIZE: the values of a row."""
     for begin in tl.static_range(0, SIZE, BLOCK):
         at = begin + tl.arange(0, BLOCK)
         value = tl.load(src_ptr + layer * src_layer_stride + source * SIZE + at, mask=at < SIZE)
@@ -41,7 +43,8 @@ def _commit_kernel(
     NUM_TENSORS: tl.constexpr, NUM_LAYERS: tl.constexpr, SIZES: tl.constexpr, BLOCKS: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Each program copies one row in NUM_LAYERS layers.  The layer strides have one entry per tensor."""
+    """Each program copies one row in NUM_LAYERS layers.  Arguments with one entry per tensor: staged, committed, the
+    strides."""
     pdl_trigger_and_wait(USE_PDL)
     row_number, first_layer = tl.program_id(0), tl.program_id(1).to(tl.int64) * NUM_LAYERS
     source, row = tl.load(source_ptr + row_number), tl.load(row_ptr + row_number)
@@ -90,6 +93,7 @@ def _launch_commit(
 
 
 def write_results(ring: Tensor, entry_index: Tensor, fields_by_column: Mapping[int, Tensor]) -> None:
+    """The launcher of ops/state.py:write_results.  ring: [entries, rows, width].  entry_index: [1]."""
     _, rows, width = ring.shape
     batch = next(iter(fields_by_column.values())).shape[0]
     require("write_results: ring", ring, (-1, -1, -1), torch.int64, ring)

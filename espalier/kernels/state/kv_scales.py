@@ -1,7 +1,7 @@
 """K and V in FP8 (E4M3): a layer's scales, and the rounding.
 
-Only the kernels that write staging round rows (kernels/layers/rope.py, latent.py).  A commit copies the bytes of
-staging to pages, and attention converts FP8 values.  K's scale is multiplied into the softmax scale, and V's
+Only the kernels that write staged rows round them (kernels/layers/rope.py, latent.py).  A commit copies bytes from
+staging to pages, and attention converts the FP8 values.  K's scale is multiplied into the softmax scale, and V's
 scale into the result, so attention multiplies no row by a scale.
 """
 
@@ -20,9 +20,9 @@ from espalier.kernels.runtime.launch import require
 class KVScales:
     """The scales of a layer's FP8 rows.  k, v: [kv_heads] float32; dtype: the model's dtype.
 
-    A stored value times the scale of its head is K or V.  Scales are constants of a layer.  With scales computed
-    from a batch or a request, a row would depend on more than the tokens before it, and a prefix hit would change the
-    output.  A latent row is both K and V, so its two scales are the same tensor.
+    A stored value times the scale of its head is K or V.  Scales are constants of a layer.  If scales were computed
+    from a batch or a request, a row would depend on more than the tokens before it, and a hit in the prefix cache would
+    change the output.  A latent row is both K and V, so its two scales are the same tensor.
     """
 
     k: Tensor
@@ -38,7 +38,8 @@ class KVScales:
 def require_kv_rows(
     name: str, rows: Tensor, shape: tuple[int, ...], scales: KVScales | None, same_device: Tensor
 ) -> None:
-    """Check rows [.., kv_heads, size] on the host.  Their dtype: FP8 if there are scales, else that of `same_device`.
+    """Check rows [.., kv_heads, size] on the host.  With scales, the rows must be FP8; else they must have the dtype of
+    `same_device`.
     name: the name of the rows in errors.  Raises EspalierError."""
     require(name, rows, shape, same_device.dtype if scales is None else FP8, same_device)
     if scales is not None:

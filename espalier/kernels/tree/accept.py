@@ -1,4 +1,4 @@
-"""Accepts a path of a tree: the longest path from the root whose tokens the target sampled too.  Also gathers rows.
+"""Accepts a path of a tree: the longest path from the root whose tokens the target sampled too.  Also has gather_rows.
 
 Grid of accept: one program per request, which holds all nodes in registers.  All values are integers or booleans, so
 kernel and reference agree exactly.
@@ -23,6 +23,7 @@ from espalier.layout import ANCESTOR_BITS
 def accept(
     tree: Tree, target_tokens: Tensor, is_finite: Tensor, max_accept_depth: Tensor, is_real: Tensor, steps: int
 ) -> AcceptedPath:
+    """The launcher of ops/tree.py:accept.  is_real: [B], False for padding.  steps: the greatest depth."""
     tokens, parents, depths, _, ancestors = tree
     batch, nodes = tokens.shape
     num_ancestor_words = -(-nodes // ANCESTOR_BITS)
@@ -52,7 +53,8 @@ def _accept_kernel(
     NODES: tl.constexpr, WORDS: tl.constexpr, LEVELS: tl.constexpr,
     BLOCK_WORDS: tl.constexpr, BLOCK_LEVELS: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """WORDS: int64 words of ancestor bits per node.  LEVELS: steps + 1.  BLOCK_*: WORDS, LEVELS, rounded up to 2^n."""
+    """WORDS: int64 words of ancestor bits per node.  LEVELS: steps + 1.  BLOCK_WORDS, BLOCK_LEVELS: the next powers of
+    two."""
     pdl_trigger_and_wait(USE_PDL)
     request = tl.program_id(0).to(tl.int64)
     node = tl.arange(0, BLOCK_WORDS * 64)
@@ -84,7 +86,8 @@ def _accept_kernel(
     out = request * LEVELS
     tl.store(rows_ptr + out + depth, node.to(tl.int64), mask=on_path)
     tl.store(emitted_ptr + out + depth - 1, token, mask=on_path & (depth > 0))
-    # The path has filled the entries up to last_depth.  Only later entries are zeroed, so no entry is written twice.
+    # The nodes of the path have filled the entries up to last_depth.  Only later entries are zeroed, so no entry is
+    # written twice.
     path_index = tl.arange(0, BLOCK_LEVELS)
     zeros = tl.zeros([BLOCK_LEVELS], tl.int64)
     tl.store(rows_ptr + out + path_index, zeros, mask=(path_index > last_depth) & (path_index < LEVELS))
@@ -101,6 +104,7 @@ MAX_BLOCK_COLUMNS = 2048
 
 
 def gather_rows(rows: Tensor, *parts: Tensor) -> Tensor:
+    """The launcher of ops/tree.py:gather_rows.  rows: [B, W], indices of rows.  parts: [B, D, n] each."""
     batch, width = rows.shape
     values = parts[0]
     size, strides = values.shape[2], values.stride()
@@ -124,6 +128,7 @@ def _gather_rows_kernel(
     parts, rows_ptr, out_ptr, width, size, values_stride_b, values_stride_r, rows_stride_b, rows_stride_w,
     PARTS: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
+    """width: rows per request in `out`.  size: columns of each part.  values_*: the strides of the parts."""
     pdl_trigger_and_wait(USE_PDL)
     out_row = tl.program_id(0).to(tl.int64)
     b = out_row // width

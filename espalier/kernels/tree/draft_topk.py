@@ -1,15 +1,16 @@
-"""The top-k children of each row of a draft, scored with the Gumbel noise with which the target will sample.
+"""The top-k child tokens of each row of a draft model.  Scores include the Gumbel noise with which the target will
+sample.
 
 The reference is espalier/speculate/sampler.py:TorchSampler._best_allowed_children.  The first kernel has one program
-per (row, split of the draft vocabulary).  This kernel reads the logits once, and writes the top k of the split and the
-sum of exponentials of the split.  The second kernel merges the splits, one program per row.  The splits depend only on
-the vocabulary size, so a row's children do not depend on the batch.
+per (row, split of the draft vocabulary).  The first kernel reads the logits once, and writes the top k and the sum of
+exponentials of each split.  The second kernel merges the splits, one program per row.  The splits depend only on the
+vocabulary size, so a row's children do not depend on the batch.
 
 Differences from the reference (they can change the drafted tokens, but never the emitted tokens):
 - Children are ordered by exact logits.  The reference orders by rounded log-probabilities, which may tie when the
   logits do not.
-- Among equal logits, the lower draft id comes first.  With sampling parameters, the reference takes the lower target
-  id first.  The two rules are the same if d2t (draft ids to target ids) ascends.
+- Among equal logits, the lower draft id comes first.  With sampling parameters, the reference puts the lower target
+  id first.  The two rules are the same if the target ids in d2t (the target id of each draft id) ascend.
 - A child with score -inf has id 0.  Such a child does not exist: its row is void, or has fewer than k children.
 
 Tolerance: 2**-16 from the reference's scores in float32, because tl.exp and the order of the sum over the vocabulary
@@ -41,7 +42,7 @@ from espalier.kernels.sampling.logit_processors import (
 from espalier.kernels.sampling.noise import gumbel_noise, noise_keys
 
 MAX_SPLIT_SIZE = 2048
-# Splits per warp in the second kernel, which takes a step per child.  With few warps, a step needs few barriers.
+# Splits per warp in the second kernel, which finds one child per step.  With few warps, a step needs few barriers.
 SPLITS_PER_WARP = 512
 
 
@@ -123,7 +124,8 @@ def _block_topk_kernel(
     x = tl.load(logits_ptr + index, mask=inside, other=float("-inf")).to(exact)
     ids = index
     if HAS_D2T:
-        # A row with unchanged logits needs no target ids, so they are not read: they take more bytes than the logits.
+        # A row whose logits stay unchanged needs no target ids.  They are not read, because they take more bytes than
+        # the logits.
         needs_ids = ~leaves_logits_unchanged(row) | (drafted.mask_words > 0)
         ids = tl.load(d2t_ptr + index, mask=inside & needs_ids, other=0).to(tl.int32)
     x = process_and_add_noise(x, ids, inside, b, position, slots, row, drafted_row, COLUMNS, ADDS_NOISE)
@@ -162,8 +164,9 @@ def _merge_topk_kernel(
 ):  # fmt: skip
     """Find a row's best children among the best values of its splits.
 
-    first_values: for each split, its best value that is not yet taken.  TOPK times, the best of these is taken.  Among
-    equal values the lower split wins, because its draft ids are lower.  A child that does not exist has score -inf.
+    first_values: for each split, its best value that is not yet taken.  TOPK times, the best of the first_values is
+    taken.  Among equal values the split with the lower index wins, because its draft ids are lower.  A child that does
+    not exist has score -inf.
     """
     pdl_trigger_and_wait(USE_PDL)
     row = tl.program_id(0).to(tl.int64)

@@ -1,4 +1,5 @@
-"""The factors of the rows of one depth of a block draft, for edges with a projection (edges.py:FactorProjection).
+"""Computes the factors of the rows at one depth of a block draft, for edges with a projection
+(edges.py:FactorProjection).
 
 Grid: (requests, tiles of rows, blocks of BLOCK_OUT factor values).  A program multiplies the rows' states and token
 embeddings with its part of the projection, adds the hidden state's part, and writes its part of the factors and of the
@@ -74,10 +75,8 @@ def _edge_factors_kernel(
     RANK: tl.constexpr, ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_RANK: tl.constexpr,
     IS_RECURRENT: tl.constexpr, ACC_DTYPE: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Weights are transposed, [BLOCK_RANK, BLOCK_OUT].  Weights e_* multiply the embedding, weights s_* the state.
-
-    BLOCK_RANK: values of an embedding, or of a state, that one step multiplies.
-    """
+    """Weights are transposed, [BLOCK_RANK, BLOCK_OUT].  Variables e_* are weights for the embedding, s_* weights for
+    the state.  BLOCK_RANK: how many values of an embedding or a state one step multiplies."""
     pdl_trigger(USE_PDL)
     b = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -139,7 +138,7 @@ def _edge_factors_kernel(
 def _add_products(
     total, row_ptrs, weight_ptrs, out_exists, RANK: tl.constexpr, BLOCK_RANK: tl.constexpr, ACC_DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Adds the products of inputs and weights from column BLOCK_RANK on to total [ROWS, BLOCK_OUT]."""
+    """Adds the products of inputs and weights to total [ROWS, BLOCK_OUT], for the columns from BLOCK_RANK on."""
     for start in range(BLOCK_RANK, RANK, BLOCK_RANK):
         column = start + tl.arange(0, BLOCK_RANK)
         inside = column < RANK

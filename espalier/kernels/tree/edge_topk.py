@@ -1,12 +1,13 @@
-"""One depth of a block draft with edges (edges.py): finds the candidates of its rows, and the rows of the next depth.
+"""Processes one depth of a block draft with edges (edges.py): finds the candidates of its rows, and the next depth's
+rows.
 
 A row is one input of a depth, whose next candidates are scored.  Without recurrent edges the scores depend only on a
 path's last token and depth, so paths with the same last token share a row.  With recurrent edges each path has a row.
 There are three kernels.  The first has one program per (group of requests, tile of rows, split
-of the columns).  This kernel adds the edges, a product of low rank, to the depth's logits.  It writes the logits, and
-each split's maximum and sum of exponentials.  The second kernel has one program per row.  The best columns are in the
-splits with the best maxima, so a program reads only these splits.  The third kernel has one program per request, which
-chooses the next depth's rows.
+of the columns).  The first kernel adds the edges, a product of low rank, to the depth's logits.  It writes the logits,
+and each split's maximum and sum of exponentials.  The second kernel has one program per row.  The best columns are in
+the splits with the best maxima, so a program reads only these splits.  The third kernel has one program per request,
+which chooses the next depth's rows.
 
 The reference is espalier/speculate/sampler.py:TorchSampler.next_depth.  Like draft_topk.py, this file may draft
 other tokens than the reference; the emitted tokens are the same.  Children are ordered by logits in float32; of equal
@@ -46,9 +47,9 @@ from espalier.kernels.tree.select_tree import comparable_score
 # bfloat16, so three programs fit in the shared memory of a multiprocessor.
 MAX_SPLIT_SIZE, BLOCK_RANK = 128, 256
 NUM_WARPS = 8
-# Requests per program, which share the columns that the program has read.
+# Requests per program.  The program reads columns once for all its requests.
 REQUESTS_PER_PROGRAM = 8
-# The fewest rows per program, because tensor cores need 8.  The most rows, because their logits stay in registers.
+# The fewest rows per program (tensor cores need 8), and the most rows (their logits must fit in registers).
 MIN_TILE_ROWS, MAX_TILE_ROWS = 8, 16
 # The fewest columns, and the smallest rank, that tensor cores take.
 MIN_SPLIT_SIZE, MIN_RANK = 16, 16
@@ -126,6 +127,7 @@ def _launch_merge_and_rank(
     row_scores: Tensor,
     forced_tokens: Tensor | None,
 ) -> None:
+    """Launch the other two kernels.  split_results: (logits, maxima, sums).  id_arguments: (token ids, stride)."""
     (batch, num_rows, topk), (splits, split) = out.tokens.shape, split_results[0].shape[2:]
     gpu, block_splits, block_children = chip(row_scores), next_power_of_2(splits), next_power_of_2(topk)
     _merge_rows_kernel[(batch, num_rows)](
@@ -180,8 +182,7 @@ def _edge_topk_kernel(
     """Write the logits x [SPLIT_SIZE, ROWS] of one split of the columns, for ROWS rows of the depth.
 
     If the columns are weights, they are read before the wait, because no kernel writes weights.  Every second depth
-    takes the splits in reverse order, because the columns that the previous depth read last may still be in the L2.
-    """
+    takes the splits in reverse order, because the columns that the previous depth read last may still be in the L2."""
     pdl_trigger(USE_PDL)
     tiles = tl.cdiv(num_rows, ROWS)
     first_request = (tl.program_id(0) // tiles).to(tl.int64) * requests_per_program
@@ -192,7 +193,7 @@ def _edge_topk_kernel(
         split = splits - 1 - split
     index = split * SPLIT_SIZE + index_in_split
     inside = index < num_columns
-    # For indices past the last column, the last column is read; their logits become -inf.
+    # For an index past the last column, the last column is read, and the logit becomes -inf.
     column_ptrs = column_factors_ptr + first_request * column_factors_batch_stride
     column_ptrs += tl.minimum(index, num_columns - 1).to(tl.int64) * column_factors_stride
     if not COLUMNS_ARE_WEIGHTS:
@@ -245,7 +246,7 @@ def _merge_rows_kernel(
     forced_tokens_ptr, forced_tokens_stride, num_rows, splits, topk,
     SPLITS: tl.constexpr, SPLIT_SIZE: tl.constexpr, BLOCK_CHILDREN: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Find the topk best children of one row.  They are in the topk splits with the largest maxima."""
+    """Find the topk best children of one row.  These children are in the topk splits with the largest maxima."""
     pdl_trigger_and_wait(USE_PDL)
     b = tl.program_id(0).to(tl.int64)
     row = b * num_rows + tl.program_id(1)
@@ -282,8 +283,7 @@ def _topk_values(x, index, BLOCK_CHILDREN: tl.constexpr, topk):
     """Returns the topk best values of x, best first, and their indices, [BLOCK_CHILDREN] each.
 
     Of equal values, the one with the lower index comes first.  NaN counts as -inf.  If fewer than topk values are above
-    -inf, the rest are -inf, with any index.
-    """
+    -inf, the rest are -inf, with any index."""
     child = tl.arange(0, BLOCK_CHILDREN)
     # The keys are integers, because the maximum of integers over a warp is one instruction.
     keys, no_key = float_to_key(comparable_score(x)), float_to_key(tl.full([], float("-inf"), tl.float32))
@@ -306,9 +306,8 @@ def _rank_rows_kernel(
 ):  # fmt: skip
     """Make the rows of the next depth, and write for each candidate the row that it leads to.
 
-    TOPK times, the best remaining candidate makes a row.  If rows are tokens, all candidates with the same token lead
-    to this row.
-    """
+    TOPK times, the best remaining candidate makes a row.  If a row stands for a token and not for a path, all
+    candidates with the same token lead to this row."""
     pdl_trigger_and_wait(USE_PDL)
     b = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, CANDIDATES)

@@ -17,12 +17,13 @@ from espalier.kernels.ops.tree import comparable_scores, ordered_topk
 
 
 class DepthRows(NamedTuple):
-    """The rows of a depth: the tokens or paths of the previous depth that the depth's candidates continue.
+    """The rows of a depth.  A row is a token or a path of the previous depth, which the depth's candidates continue.
 
     tokens: [B, R] int64, the last token of each row; 0 for an unused row.  scores: [B, R] float32, the score of the
     best path to each row; -inf for an unused row.
-    Two fields are only for recurrent edges from depth 2 on.  parents: [B, R] int64, the row of the previous depth that
-    each row continues; 0 for an unused row.  states: [B, rows of the previous depth, rank], the states after them.
+    The other two fields are only for recurrent edges, from depth 2 on.  parents: [B, R] int64, the row of the previous
+    depth that each row continues; 0 for an unused row.  states: [B, rows of the previous depth, rank], the state after
+    each row of the previous depth.
     """
 
     tokens: Tensor
@@ -46,8 +47,8 @@ class FactorProjection:
     tanh(candidate), and the factor is tanh(output).  The state before depth 1 is 0.
 
     hidden_part: [B, S, rank], or [B, S, 3 * rank] if recurrent: the hidden state's part of p at each depth, with the
-    bias.  weight: the other columns of the projection: [rank, rank], for e; if recurrent, [3 * rank, 2 * rank], for the
-    state and then e.
+    bias.  weight: the projection without the columns for the hidden state: [rank, rank], for e; if recurrent, [3 *
+    rank, 2 * rank], for the state and then e.
     """
 
     hidden_part: Tensor
@@ -59,8 +60,7 @@ def split_projection_columns(weight: Tensor, hidden_size: int, is_recurrent: boo
     """Split a stored projection into (the columns of the hidden state, FactorProjection.weight).
 
     A gate [rank, H + rank] has columns for the hidden state, then e.  A recurrent projection [3 * rank, 2 * rank + H]
-    has columns for the state, e, then the hidden state.
-    """
+    has columns for the state, e, then the hidden state."""
     if is_recurrent:
         return weight[:, -hidden_size:], weight[:, :-hidden_size]
     return weight[:, :hidden_size], weight[:, hidden_size:]
@@ -68,7 +68,7 @@ def split_projection_columns(weight: Tensor, hidden_size: int, is_recurrent: boo
 
 @dataclass(frozen=True)
 class LowRankEdges:
-    """Logits of a block that depend on earlier drafted tokens.
+    """The logits of a block draft, which depend on earlier drafted tokens.
 
     At one depth, the logit of column c after a row is base_logits[c] + (factor of the row) · column_factors[c].
     base_logits: [B, S, C], for S depths.  token_factors: [V, rank].  A row's factor is token_factors[token]; with
@@ -89,7 +89,8 @@ class LowRankEdges:
         return self.projection is not None and self.projection.is_recurrent
 
     def factors(self, depth: int, rows: DepthRows) -> tuple[Tensor, Tensor | None]:
-        """Returns the rows' factors and new states, [B, R, rank] each (no states: None).  depth: counted from 0."""
+        """Returns (the rows' factors, their new states), [B, R, rank] each.  Without recurrence, the second is None.
+        depth: counted from 0."""
         embedded = self.token_factors[rows.tokens.clamp(min=0)]
         if self.projection is None:
             return embedded, None
@@ -131,7 +132,7 @@ def choose_next_rows(
         (path_scores[:, None] == path_scores[..., None]) & (order < order[:, None])
     )
     is_same_row = order == order[:, None] if rows_are_paths else ids[:, None] == ids[..., None]
-    # Of the candidates with one token, only the best counts.
+    # Of several candidates with the same token, only the best counts.
     is_best_of_token = ~(is_better & is_same_row).any(2)
     rank = (is_better & is_best_of_token[:, None]).sum(2)
     rank_of_token = torch.where(is_same_row & is_best_of_token[:, None], rank[:, None], 0).sum(2)

@@ -1,4 +1,4 @@
-"""The lookup of n-gram drafting: finds where the last tokens of a text occurred before.
+"""The lookup of n-gram drafting: finds the earlier positions in a text at which its last tokens also occur.
 
 Grid of the first kernel: (requests, blocks of BLOCK positions).  The grid covers the longest possible history, so one
 CUDA graph serves all lengths.  Programs past a request's length exit at once.  The second kernel has one program per
@@ -20,6 +20,7 @@ BLOCK = 1024
 
 
 def find_matches(history: Tensor, history_rows: Tensor, root_positions: Tensor, topk: int) -> NgramMatches:
+    """The launcher of ops/drafts.py:find_matches.  history_rows: the row of `history` of each request."""
     (batch,), width = history_rows.shape, history.shape[1]
     require("find_matches: history", history, (-1, -1), torch.int64, root_positions)
     require("find_matches: index", history_rows, (batch,), torch.int64, root_positions)

@@ -5,9 +5,10 @@ paths become nodes, best first (DDTree: Ringel and Romano 2026).  A path's score
 log-probabilities, so a parent comes before its children, and a better sibling before a worse one.
 
 Grid: one program per request, with one warp for trees of up to MAX_ONE_WARP_KEYS nodes.  Each step selects one node.
-For each selected node, the frontier has its next sibling and its first child as entries.  An entry is a score and 32
-bits that break ties.  So a step takes a maximum and a minimum over the entries, in registers.  The reads of a step
-depend on one another, so they should hit the L1: the first MAX_PREFETCHED_CANDIDATES candidates are read beforehand.
+For each selected node, the frontier (the set of nodes that may come next) has the node's next sibling and first child
+as entries.  An entry is a score and 32 bits that break ties.  So a step takes a maximum and a minimum over the entries,
+in registers.  The reads of a step depend on one another, so they should hit the L1.  Therefore the first
+MAX_PREFETCHED_CANDIDATES candidates are read before the first step.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ MAX_PREFETCHED_CANDIDATES = 2048
 
 
 def select_paths(root: Tensor, candidates: Candidates, num_nodes: int) -> Tree:
+    """The launcher of ops/drafts.py:select_paths.  root: [B], tokens of the roots.  num_nodes: nodes of a tree."""
     batch, steps, rows, topk = check_path_sizes(root, candidates, num_nodes)
     tree = Tree.empty(root, num_nodes)
     if batch:
@@ -61,10 +63,9 @@ def _unpack_tie_break(tie_break):
 
 @kernel
 def _path_key(parent_score, logp):
-    """Returns the integer key of a path's score; for no path, a key below that of -inf.
+    """Returns the integer key of a path's score; if there is no path, a key below the key of -inf.
 
-    parent_score: the score of the path's parent, which is not -0.0.  So the sum is not -0.0.
-    """
+    parent_score: the score of the path's parent.  parent_score is not -0.0, so the sum is not -0.0."""
     score = parent_score + logp
     # The comparison is also False for NaN.
     return tl.where(score > float("-inf"), float_to_key(score), -2147483648)
@@ -77,17 +78,16 @@ def _select_paths_kernel(
     NODES: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr, TOPK: tl.constexpr, WORDS: tl.constexpr,
     NUM_DOUBLINGS: tl.constexpr, BLOCK: tl.constexpr, NUM_PREFETCHED: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Select node i in step i.  The next sibling takes the node's entry; the first child becomes entry i.
+    """Select node i in step i.  The next sibling replaces the node in its entry, and the first child becomes entry i.
 
-    Keys, tie breaks and scores are integers, because the maximum of integers over a warp is one instruction.
-    """
+    Keys, tie breaks and scores are integers, because the maximum of integers over a warp is one instruction."""
     pdl_trigger_and_wait(USE_PDL)
     request = tl.program_id(0).to(tl.int64)
     scores_ptr += request * (STEPS * ROWS * TOPK)
     next_rows_ptr += request * (STEPS * ROWS * TOPK)
     has_paths, deepest = _prefetch_candidates(scores_ptr, next_rows_ptr, STEPS, STEPS * ROWS * TOPK, NUM_PREFETCHED)
     i = tl.arange(0, BLOCK)
-    # This key is below the key of every score, -inf included.
+    # no_path is below the key of every score, also below that of -inf.
     no_path = tl.full([], -2147483648, tl.int32)
     zero = tl.full([], 0, tl.int32)
     first_key = _path_key(0.0, tl.load(scores_ptr))
@@ -128,8 +128,7 @@ def _prefetch_candidates(
     """Read the first NUM_PREFETCHED candidates into the L1.  All candidates of depth 1 are among them.
 
     The compiler would drop a read whose value is not used, so the values are used.  Returns (whether any of these
-    candidates exists, the deepest depth: STEPS, or 1 if none of these candidates has children).
-    """
+    candidates exists, the deepest depth: STEPS, or 1 if none of these candidates has children)."""
     i = tl.arange(0, NUM_PREFETCHED)
     score = tl.load(scores_ptr + i, mask=i < NUM_CANDIDATES, other=float("-inf"))
     next_row = tl.load(next_rows_ptr + i, mask=i < NUM_CANDIDATES, other=-1)

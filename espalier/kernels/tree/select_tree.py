@@ -1,8 +1,9 @@
-"""Selects, among a draft's candidates, the beams of the next level (select_beams) and the nodes of the tree to verify.
+"""Selects, among a draft's candidates, the beams of the next level (select_beams), and the nodes of the tree
+(select_tree).
 
 All candidates of all levels are the pool.  The best candidates become nodes, in the order of the pool, so a parent
 comes before its children.  A candidate's index in the pool shows its level and the beam that is its parent.  So the
-pool has only tokens and scores, and for each beam the index of the candidate that became the beam.
+pool needs only tokens and scores, and for each beam the index of the candidate that became this beam.
 
 Grid of both kernels: one program per request, which holds all candidates in registers.
 """
@@ -27,6 +28,7 @@ COMPARISONS_PER_STEP = 16384
 def select_beams(
     tokens: Tensor, scores: Tensor, ancestor_bits: Tensor | None, path: Tensor, first_row: int, num_ancestor_words: int
 ) -> SelectedBeams:
+    """The launcher of ops/tree.py:select_beams.  path: gets the beams' tokens, in columns from first_row on."""
     batch, rows, topk = tokens.shape
     require("select_beams: tokens", tokens, (-1, -1, -1), torch.int64, tokens)
     require("select_beams: scores", scores, (batch, rows, topk), torch.float32, tokens)
@@ -84,7 +86,7 @@ def _select_beams_kernel(
         other_key = float_to_key(comparable_score(other_key))
         is_tie = (other_key[None, :] == key[:, None]) & (j[None, :] < i[:, None])
         rank += tl.sum(((other_key[None, :] > key[:, None]) | is_tie).to(tl.int32), 1)
-    # Padding of the block has score -inf and the highest indices, so its ranks are at least TOPK.
+    # The padding of a block has score -inf and the highest indices, so the ranks of padding are at least TOPK.
     is_beam = rank < TOPK
     # The divisor is the argument topk, not the constant TOPK, for the reason in _select_tree_kernel.
     parent = i // topk
@@ -109,6 +111,7 @@ MAX_CANDIDATE_TENSORS = 16
 
 
 def select_tree(root: Tensor, tokens: Pool, scores: Pool, beams: Pool, topk: int, num_nodes: int) -> Tree:
+    """The launcher of ops/tree.py:select_tree.  tokens, scores: the candidates.  beams: indices of candidates."""
     if len(tokens) > MAX_CANDIDATE_TENSORS:
         tokens, scores, beams = ([torch.cat(list(parts), 1)] for parts in (tokens, scores, beams))
     batch, size, steps = check_pool_sizes(root, tokens, scores, beams, topk, num_nodes)
@@ -158,8 +161,7 @@ def _select_tree_kernel(
     """Find the lowest selected score by a binary search over the bits of its key, in 32 passes over the pool.
 
     topk: equal to TOPK, and used as divisor instead of the constant.  Division of a small number by a constant compiles
-    to 16-bit arithmetic, in which ptxas 12.8 drops an addition (docs/log.md).
-    """
+    to 16-bit arithmetic, in which ptxas 12.8 drops an addition (docs/log.md)."""
     pdl_trigger_and_wait(USE_PDL)
     request = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
