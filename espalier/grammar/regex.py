@@ -140,7 +140,7 @@ def _without_anchors(node: Node, outside: Node, regex: str, noun: str) -> Node:
 
 def _resolve_anchors(node: Node, is_start: bool, outside: Node, regex: str, noun: str) -> Node:
     """Returns the node without the anchors of one side, ^ if is_start, else $.  outside: the text that is allowed on
-    this side where there is no anchor."""
+    this side where there is no anchor.  regex, noun: the whole regex and the word for it, for errors."""
     if isinstance(node, Alt):
         return alt([_resolve_anchors(branch, is_start, outside, regex, noun) for branch in node.branches])
     parts: list[Node] = list(node.parts) if isinstance(node, Seq) else [node]

@@ -72,7 +72,7 @@ def _limit_to_most(node: Node, maximum: int) -> Node:
     if low == high:
         return repeat(node.repeated, node.minimum, maximum // low)
     limit = maximum // max(low, 1) if node.maximum is None else min(node.maximum, maximum // max(low, 1))
-    # Use the same count for parts of all lengths, because xgrammar would misread alternatives of repetitions.
+    # Short and long parts get the same count, because xgrammar would misread an alternation of several repetitions.
     size = int(min(high, max(low, CHARS_PER_REPETITION)))
     times = max(node.minimum, min(limit, maximum // size or 1))
     return repeat(_limit_to_most(node.repeated, maximum // times), node.minimum, times) if times else EMPTY_TEXT
@@ -83,7 +83,7 @@ def _limit_parts(parts: tuple[Node, ...], spare_chars: int) -> Node:
     limited_parts = []
     bounds = [length_bounds(part) for part in parts]
     for i, (part, (low, high)) in enumerate(zip(parts, bounds, strict=True)):
-        # This part may use the characters that later parts cannot use.
+        # The part gets an equal share of the spare characters, or a larger one if later parts cannot use theirs.
         later_spans = [above - below for below, above in bounds[i + 1 :] if above > below]
         share = max(
             spare_chars // (1 + len(later_spans)), spare_chars - sum(later_spans) if inf not in later_spans else 0
@@ -118,7 +118,7 @@ def _limit_to_least(node: Node, minimum: int) -> Node:
 
 
 def _extend_parts(parts: tuple[Node, ...], missing_chars: int) -> Node:
-    """Raises a sequence's least length by `missing_chars`.  The parts whose lengths vary most become longer first."""
+    """Raises a sequence's least length by `missing_chars`.  The parts with the widest bounds become longer first."""
     extended_parts = list(parts)
     for i in sorted(range(len(parts)), key=lambda i: length_bounds(parts[i])[0] - length_bounds(parts[i])[1]):
         low, high = length_bounds(parts[i])

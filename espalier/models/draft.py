@@ -93,7 +93,7 @@ class DraftSpec:
     def num_root_rows(self) -> int:
         """1 if the draft's cache holds a row of the root token, else 0.
         A module computes the root's row from the target's hidden state at the token before the root, so the cache holds
-        that row.  A block draft without modules computes a token's row from the target's hidden states at the same
+        the root's row.  A block draft without modules computes a token's row from the target's hidden states at this
         token, which are not known for the root."""
         return 0 if self.block_rows and not self.num_modules else 1
 

@@ -224,7 +224,7 @@ def read_rope(config_fields: Json, rotary_dim: int, max_position_embeddings: int
     not supported."""
     new, old = (with_rope_type(config_fields).get(field) or {} for field in ROPE_FIELDS)
     for name in new:
-        # The type "default" in rope_parameters is ignored, because users add rope_scaling to such configs.
+        # Beside rope_scaling, the type "default" is ignored: users add rope_scaling to configs with rope_parameters.
         if old.get(name, new[name]) != new[name] and (name, new[name]) != ("rope_type", "default"):
             raise EspalierError(
                 f"{name} is {new[name]!r} in rope_parameters and {old[name]!r} in rope_scaling; remove one of "

@@ -270,8 +270,8 @@ def _load_embedding(weights: Weights, config: ModelConfig, embedding_scale: floa
         )
     table = weights.load("model.embed_tokens_per_layer.weight", rows, columns)
     project = weights.linear("model.", ("per_layer_model_projection",), (whole_part(columns),), hidden, bias=False)
-    # The layers' second inputs are (norm(project · H^-½) + table · P^½) · 2^-½.  Instead of the factor H^-½
-    # of the norm's input, the norm's eps gets the factor H.
+    # The layers' second inputs are (norm(project · H^-½) + table · P^½) · 2^-½.  The norm of project · H^-½ with eps is
+    # the norm of project with H · eps.
     factors = weights.load_exact("model.per_layer_projection_norm.weight", size) * 2**-0.5
     norm = RMSNorm(factors, config.rms_norm_eps * hidden)
     return PerLayerEmbedding(embed, table, (size / 2) ** 0.5, project, norm)

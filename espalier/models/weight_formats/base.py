@@ -62,7 +62,7 @@ class Weight(ABC):
     def gated(
         self, x: Any, bias: Tensor | None, activation: Activation = SILU, rounding: InputScales | None = None
     ) -> Any:
-        """Returns the activation of the product; see Linear.gated."""
+        """Returns the activation of apply(x).  The weight stacks gate and up if the activation has a gate."""
         return gated_activation(self.apply(x, bias), activation)
 
     @property

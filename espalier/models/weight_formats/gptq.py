@@ -34,7 +34,8 @@ from espalier.models.weight_formats.quantised import (
 )
 from espalier.shards import RankPart
 
-# Adding this number to an int32 adds 1 to each nibble.  GPTQModel subtracts the number before saving, even from 0s.
+# In checkpoint_format "gptq", each int32 of zero points is stored minus this number, which is 1 for each nibble.
+# Adding the number to the whole int32 also undoes the borrows of nibbles that were 0.
 ONE_PER_NIBBLE = 0x11111111
 
 
