@@ -113,7 +113,7 @@ def format_node(regex: str) -> Node:
 
 
 def _checked_size(node: Node, regex: str, noun: str, remedy: str) -> Node:
-    """Returns the node.  Raises EspalierError if it matches no text or is too large.  noun: what errors call it."""
+    """Returns the node.  Raises EspalierError if it matches no text or is too large.  noun: its word in errors."""
     if node == NO_TEXT:
         raise EspalierError(f"{noun} {shown(regex)} allows no text; {remedy}")
     if num_states(node) > MAX_STATES:
@@ -327,6 +327,7 @@ class _RegexParser:
         raise self._refusal_at(f"'{written}', {meaning}", remedy, at)
 
     def _skip_property_name(self) -> None:
+        """Skips a property name such as {Letter} after \\p, so that the error shows it."""
         inside, closing_brace, _ = self.regex[self.position :].partition("}")
         if closing_brace and inside.startswith("{") and inside[1:].replace("_", "").replace("=", "").isalnum():
             self.position += len(inside) + 1

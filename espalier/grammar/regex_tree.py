@@ -233,7 +233,7 @@ def _repetition_text(node: Repeat, uses_blocks: bool) -> str:
         if has_large_count and uses_blocks:
             return _repeat_in_blocks(part, least, most)
     else:
-        # xgrammar makes a separate rule of a part that is repeated often.
+        # xgrammar makes a separate rule of a part that is repeated often.  So this part is a whole regex (regex_of).
         part = f"({regex_of(node.repeated) if has_large_count else _text_of(node.repeated, uses_blocks)})"
     if most is None:
         return part + ("*" if least == 0 else "+" if least == 1 else f"{{{least}}}{part}*")

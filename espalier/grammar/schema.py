@@ -374,6 +374,7 @@ class _SchemaRewriter:
 
     @staticmethod
     def _type_set(schema: dict[str, Any]) -> set[str]:
+        """Returns the types that a schema names, and "integer" beside "number"."""
         named = schema.get("type")
         types = set(named if isinstance(named, list) else [named]) if named else set()
         return types | {"integer"} if "number" in types else types

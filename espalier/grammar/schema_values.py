@@ -36,7 +36,7 @@ CHARS_PER_REPETITION = 10
 
 
 def limit_length(node: Node, minimum: int, maximum: int | None) -> Node:
-    """Returns a node for texts of `node`, which has no anchors, with `minimum` to `maximum` characters, or NO_TEXT."""
+    """Returns a node for texts of `node` with `minimum` to `maximum` characters, or NO_TEXT.  node: without anchors."""
     if maximum is not None:
         node = _limit_to_most(node, maximum)
     return node if node == NO_TEXT else _limit_to_least(node, minimum)

@@ -304,8 +304,8 @@ def _load_indexer(
         return None
     indexer_prefix = f"{prefix}indexer."
     if not config.has_own_indexer(layer):
-        # A checkpoint may store an unused indexer of this layer, because with a model override the layer can share the
-        # indexer of an earlier layer.
+        # If only a model override makes this layer share an earlier layer's indexer, the checkpoint stores an indexer of
+        # this layer.
         weights.allow_unused_prefixes((indexer_prefix,))
         return None
     return Indexer(

@@ -93,7 +93,7 @@ def tiny_config(config: Any) -> Any:
         if value == num_layers and re.search(r"layers?$", name):
             return layers
         if value == heads and name.endswith("heads"):
-            return TINY_HEADS  # also for K and V heads: some classes need as many of them as query heads
+            return TINY_HEADS  # also the number of K and V heads, which may have to be equal
         size = next((size for pattern, size in TINY_SIZES if re.search(pattern, name)), value)
         return size if value and re.search(DERIVED_SIZES, name) else min(value, size)
 
@@ -369,7 +369,7 @@ def read_by_transformers(
             f"{path}: {name} runs by transformers, for which quantised weights are not supported; use "
             "an unquantised copy of the model (bfloat16)"
         )
-    # Fields that begin with "_" may name code.
+    # Fields that begin with "_" may name code of the checkpoint, which must not run.
     fields = {field_name: value for field_name, value in full.items() if not field_name.startswith("_")}
     try:
         probed = probe(config_json["model_type"], json.dumps(fields, sort_keys=True))

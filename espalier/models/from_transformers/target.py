@@ -233,7 +233,7 @@ class TransformersTarget:
         return rows.to(hidden.dtype).view(*hidden.shape[:-1], -1)
 
     def __call__(self, p: Pass) -> ModelOutput:
-        # Nodes after the end of the context may have positions that the model does not have.  They are never accepted.
+        # Nodes of a tree may have positions after the longest context.  These nodes are never accepted.
         positions = p.positions.clamp(max=self.config.max_position - 1)
         hidden, inputs = self.run(p.tokens, positions, partial(self._attend, p, iter(enumerate(self.layer_specs))))
         last = len(self.layer_specs)
