@@ -162,7 +162,7 @@ def _layer_types(config_fields: Json) -> list[str]:
 
 
 def _checked_windows(config_fields: Json) -> LayerWindows:
-    """Returns the window of each layer.  Raises EspalierError for bidirectional attention and for a sliding last layer."""
+    """Returns the window of each layer.  Raises EspalierError for bidirectional attention or a sliding last layer."""
     if config_fields["use_bidirectional_attention"] not in (None, False, "vision"):
         value = shown(config_fields["use_bidirectional_attention"])
         raise EspalierError(f"use_bidirectional_attention = {value} is not supported, only null or 'vision'")
