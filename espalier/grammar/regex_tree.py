@@ -131,7 +131,7 @@ class Repeat:
 
 @dataclass(frozen=True)
 class Anchor:
-    """The anchor ^ or $.  position: the anchor's index in the regex, for errors."""
+    """The anchor ^ (if is_start) or $.  position: the anchor's index in the regex, for errors."""
 
     is_start: bool
     position: int

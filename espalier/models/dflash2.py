@@ -159,7 +159,7 @@ class BlockConv:
 class PendingConvolution(NamedTuple):
     """A sublayer's output that is not yet convolved.  One kernel convolves the output, adds it to the residual and
     computes the next norm.  output: [N, H], or partial sums that the kernel adds.  coefficients, base_taps: see
-    BlockConv, index 1."""
+    BlockConv, index 1.  block_width: the number of rows of a block."""
 
     output: Tensor
     coefficients: Tensor

@@ -304,8 +304,8 @@ def _load_indexer(
         return None
     indexer_prefix = f"{prefix}indexer."
     if not config.has_own_indexer(layer):
-        # If a model override makes this layer share an earlier layer's indexer, the checkpoint stores an indexer that is
-        # not used.
+        # If a model override makes this layer share an earlier layer's indexer, the layer's own stored indexer is not
+        # used.
         weights.allow_unused_prefixes((indexer_prefix,))
         return None
     return Indexer(

@@ -60,6 +60,7 @@ class RopeConfig:
 
     dim: the number of rotated channels of a head; in latent attention, the size of the rope part.
     type: one of ROPE_TYPES, or "none" for a layer without RoPE, whose frequencies are 0.
+    The fields that are not described here are parameters of this type, as in transformers' rope_parameters.
     A dynamic RoPE has unscaled frequencies up to the trained length.  Espalier limits contexts to that length, because
     in longer contexts every new token would change the rotation of all cached keys.
     partial_rotary_factor: for a proportional RoPE, the share of rotated channels; channels with the lowest frequencies

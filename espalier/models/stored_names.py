@@ -78,7 +78,7 @@ class Experts:
     names: the names of an expert's matrices, if stored apart.  joined_names: the names of the two joined tensors.
     shared_prefix: the prefix of shared_name in a layer; by default `prefix`.  shared_names: the names of the shared
     expert's matrices.
-    correction_name: the name of the router's bias if routing.correction_bias is set.
+    correction_name: the name of the router's bias if routing.correction_bias is set.  activation: the experts'.
     """
 
     layers: frozenset[int]

@@ -21,7 +21,7 @@ from espalier.shards import RankPart
 
 
 class Weight(ABC):
-    """A matrix [out, in].  nbytes: the bytes of the matrix's tensors in memory.
+    """A matrix [out, in].  format: the name of its storage format.  nbytes: the bytes of its tensors in memory.
     A subclass implements `apply`, and overrides other products for which it has faster kernels.  If `rounding` is not
     None, `apply`, `partial_sums` and `gated` also take RoundedRows, inputs that a norm has quantised in this way."""
 

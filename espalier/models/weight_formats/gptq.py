@@ -43,7 +43,7 @@ ONE_PER_NIBBLE = 0x11111111
 class GptqFormat(QuantisedFormat):
     """A matrix in GPTQ's format.
     The tensors are qweight int32 [in / 8, out], qzeros int32 [in / group, out / 8], scales [in / group, out] and g_idx
-    int32 [in].
+    int32 [in].  group_size: the number of columns of a group; None if all columns are one group.
     zero_point_offset: what loading adds to stored zero points: 1 in checkpoint_format "gptq" (v1), 0 in "gptq_v2"."""
 
     group_size: int | None
