@@ -149,7 +149,7 @@ def read_speculators_config(fields: DraftFields, target: ModelConfig) -> BlockCo
         return BlockConfig(layer, spec)
     rank, head_type = _read_markov_fields(fields.with_defaults({"markov_rank": 256}))
     if rank and head_type == "rnn" and spec.first_proposing_row:
-        # In training, the recurrent state of such a head reads the root token twice: at the root's row and at depth 1.
+        # Such a head was trained to read the root token twice, at the root's row and at depth 1 (not implemented here).
         raise fields.error(
             "markov_head_type = 'rnn' with sample_from_anchor = False is not supported; use a draft that "
             "samples from the anchor"

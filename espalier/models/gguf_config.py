@@ -199,8 +199,8 @@ def _default_fields(metadata: Json) -> Json:
 
 
 def _check_metadata_fields(metadata: Json, architecture: GGUFArchitecture, path: Path, name: str) -> None:
-    """Raises EspalierError for a missing field, and for an unread field that may change the output.  name: the
-    architecture's name in the file."""
+    """Raises EspalierError if a field is missing, or if an unknown field may change the output.  name: the name of the
+    architecture in the file."""
     if missing := next(
         (field for field in CONFIG_FIELDS if field not in metadata and field not in OPTIONAL_FIELDS), None
     ):

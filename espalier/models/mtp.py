@@ -227,7 +227,7 @@ def _load_module(
     load_named_head: Callable[[str], Linear],
     module: int,
 ) -> MTPModule:
-    """Loads the module number `module`, from 0.  load_embed, load_named_head: load a weight by its name."""
+    """Loads the module number `module`, from 0.  load_embed, load_named_head: load an embedding or a head by name."""
     layer, family, prefix = config.layer, config.family, config.weights_prefix(module)
     hidden, index = layer.hidden_size, config.num_target_layers + module
     stored_index = family.stored_index(module, config.num_target_layers)

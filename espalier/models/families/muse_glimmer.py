@@ -28,7 +28,7 @@ def _has_full_attention(config_fields: Json, layer: int) -> bool:
 
 
 def _checked_windows(config_fields: Json) -> LayerWindows:
-    """Returns the window of each layer.  Raises EspalierError for numbers that are not positive."""
+    """Returns the window of each layer.  Raises EspalierError if a scale or eps is not positive."""
     for name in ("qk_scale_factor", "post_norm_eps"):
         positive_number(config_fields, name)
     return windows_by_type(
