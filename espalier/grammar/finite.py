@@ -1,4 +1,5 @@
-"""Refuses schemas and grammars with a part that has no finite text, because the output would run to its token limit."""
+"""Refuses schemas and grammars with a part that no finite text can match, such as a rule that always needs itself.
+The output of such a part would run to its token limit."""
 
 import json
 import re
@@ -9,13 +10,13 @@ from espalier.errors import EspalierError, shown
 from espalier.grammar.regex_tree import LAST_CODE_POINT, SURROGATES
 from espalier.grammar.schema_values import schema_error
 
-# Matches an escape of xgrammar's EBNF.  There, \x reads all hex digits that follow.
+# Matches an escape of xgrammar's EBNF, in which \x reads all hex digits that follow.
 EBNF_ESCAPE_PATTERN = re.compile(r"\\(?:x([0-9A-Fa-f]+)|u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|.)", re.DOTALL)
 # Matches a text, a class, a comment or a repetition of xgrammar's EBNF.  Groups 1 and 2: the repetition's counts.
 EBNF_COUNTS_PATTERN = re.compile(
     r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|#[^\n]*|\{\s*([0-9]+)\s*(?:,\s*([0-9]*)\s*)?\}', re.DOTALL
 )
-# xgrammar reads larger counts modulo 2**32.
+# The largest count of a repetition.  xgrammar reads larger counts modulo 2**32.
 MAX_EBNF_COUNT = 2**31 - 1
 # xgrammar's numbers of expression kinds, in the JSON form of a parsed grammar.
 RULE_KIND, SEQUENCE_KIND, CHOICES_KIND, REPEAT_KIND = 4, 5, 6, 8
@@ -65,7 +66,7 @@ def _references(schema: Any) -> Iterator[str]:
 
 
 def _has_finite_value(schema: Any, finite_places: set[str]) -> bool:
-    """Whether the schema has a finite value if the schemas at `finite_places` have one."""
+    """Whether the schema has a value of finite length.  finite_places: the references to schemas that have one."""
     if not isinstance(schema, dict):
         return True
     if "$ref" in schema:

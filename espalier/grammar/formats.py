@@ -48,7 +48,7 @@ def _uuid(version: str = "[0-9a-fA-F]", variant: str = "[0-9a-fA-F]") -> str:
 
 
 def _base64(last_characters: str) -> str:
-    """Returns the regex of Base64 text.  last_characters: the two characters of the alphabet after the digits."""
+    """Returns the regex of Base64 text.  last_characters: the last two of the 64 characters, such as "+/"."""
     char = f"[A-Za-z0-9{last_characters}]"
     return f"(?:{char}{{4}})*(?:{char}[AQgw]==|{char}{{2}}[AEIMQUYcgkosw048]=)?"
 

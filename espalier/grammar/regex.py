@@ -113,7 +113,7 @@ def format_node(regex: str) -> Node:
 
 
 def _checked_size(node: Node, regex: str, noun: str, remedy: str) -> Node:
-    """Returns the node.  Raises EspalierError if it matches no text or is too large.  noun: what errors call it."""
+    """Returns the node.  Raises EspalierError if it matches no text or is too large.  noun: its word in errors."""
     if node == NO_TEXT:
         raise EspalierError(f"{noun} {shown(regex)} allows no text; {remedy}")
     if num_states(node) > MAX_STATES:
@@ -140,7 +140,7 @@ def _without_anchors(node: Node, outside: Node, regex: str, noun: str) -> Node:
 
 def _resolve_anchors(node: Node, is_start: bool, outside: Node, regex: str, noun: str) -> Node:
     """Returns the node without the anchors of one side, ^ if is_start, else $.  outside: the text that is allowed on
-    this side where there is no anchor."""
+    this side where there is no anchor.  regex, noun: the whole regex and the word for it, for errors."""
     if isinstance(node, Alt):
         return alt([_resolve_anchors(branch, is_start, outside, regex, noun) for branch in node.branches])
     parts: list[Node] = list(node.parts) if isinstance(node, Seq) else [node]
@@ -327,6 +327,7 @@ class _RegexParser:
         raise self._refusal_at(f"'{written}', {meaning}", remedy, at)
 
     def _skip_property_name(self) -> None:
+        """Skips a property name such as {Letter} after \\p, so that the error shows it."""
         inside, closing_brace, _ = self.regex[self.position :].partition("}")
         if closing_brace and inside.startswith("{") and inside[1:].replace("_", "").replace("=", "").isalnum():
             self.position += len(inside) + 1

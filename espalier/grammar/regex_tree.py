@@ -63,6 +63,7 @@ def ranges_of_text(characters: str) -> Ranges:
 
 @lru_cache
 def _ranges_of_python_class(escape: str) -> Ranges:
+    """Returns the characters that an escape such as \\d matches in Python's re."""
     text = "".join(map(chr, (*range(SURROGATES[0]), *range(SURROGATES[1] + 1, LAST_CODE_POINT + 1))))
     return union((ord(run[0][0]), ord(run[0][-1])) for run in re.finditer(f"{escape}+", text))
 
@@ -82,13 +83,13 @@ ALL_CHARACTERS: Ranges = complement(())
 # The characters that a JSON string may have without an escape.
 JSON_CHARACTERS: Ranges = complement(union(((0, 0x1F), *ranges_of_text('"\\'))))
 NEWLINE: Ranges = ranges_of_text("\n")
-# ECMAScript's "." excludes more characters than Python's.
+# The characters that "." does not match in ECMAScript.  In Python, "." matches all characters but NEWLINE.
 NEWLINES: Ranges = ranges_of_text("\n\r\u2028\u2029")
 
 
 CARET_RANGES = ranges_of_text("^")
-# The last code points that have two and three bytes in UTF-8.  _without_utf8_gaps says why a range must not go on after
-# them.
+# The last code points that have two and three bytes in UTF-8.  No range may contain one of them and also the code point
+# after it (see _without_utf8_gaps).
 UTF8_GAPS = (0x7FF, 0xFFFF)
 # The largest repetition count that xgrammar unrolls.
 MAX_UNROLLED = 128
@@ -130,7 +131,7 @@ class Repeat:
 
 @dataclass(frozen=True)
 class Anchor:
-    """The anchor ^ or $.  position: the anchor's index in the regex, for errors."""
+    """The anchor ^ (if is_start) or $.  position: the anchor's index in the regex, for errors."""
 
     is_start: bool
     position: int
@@ -209,6 +210,7 @@ def regex_of(node: Node) -> str:
 
 
 def _text_of(node: Node, uses_blocks: bool) -> str:
+    """Returns a node's regex.  uses_blocks: whether large repetitions of a character are written as blocks."""
     if isinstance(node, Chars):
         return _class_text(node.ranges)
     if isinstance(node, Seq):
@@ -231,7 +233,7 @@ def _repetition_text(node: Repeat, uses_blocks: bool) -> str:
         if has_large_count and uses_blocks:
             return _repeat_in_blocks(part, least, most)
     else:
-        # xgrammar makes a separate rule of a part that is repeated often.
+        # xgrammar makes a separate rule of a part that is repeated often.  So this part is a whole regex (regex_of).
         part = f"({regex_of(node.repeated) if has_large_count else _text_of(node.repeated, uses_blocks)})"
     if most is None:
         return part + ("*" if least == 0 else "+" if least == 1 else f"{{{least}}}{part}*")
@@ -269,8 +271,8 @@ def _class_text(ranges: Ranges) -> str:
 
 
 def _without_utf8_gaps(ranges: Ranges) -> Ranges:
-    """Splits the ranges at the code points UTF8_GAPS, and leaves these code points out if a range goes on after them.
-    From a range that goes on after such a code point, xgrammar would make bytes that are not UTF-8."""
+    """Splits ranges that contain one of UTF8_GAPS and the code point after it.  The first of the two is left out.
+    From such a range, xgrammar would generate bytes that are not UTF-8."""
     pieces = []
     for first, last in ranges:
         for gap in UTF8_GAPS:

@@ -79,7 +79,7 @@ def _deduplicate_patterns(schema: dict[str, Any]) -> None:
     new_names = (name for i in count() if (name := f"string{i}") not in old_defs)
     names = {pattern: next(new_names) for pattern in num_uses if num_uses[pattern] > 1}
     for part in string_schemas:
-        # The pattern is None for an object that was replaced at an earlier place.
+        # An object that occurs twice in the schema was replaced when it came first.  It has no pattern then.
         if (pattern := part.get("pattern")) in names:
             part.clear()
             part["$ref"] = f"#/$defs/{names[pattern]}"
@@ -130,13 +130,13 @@ class _SchemaRewriter:
             del rules["uniqueItems"]
         rewritten = self.rewritten_schemas[path] = self._rewritten_rules(rules, path, depth)
         for name in DEFINITION_KEYWORDS & schema.keys():
-            rewritten = {**rewritten, name: self._schemas_by_name(schema[name], f"{path}/{name}", depth)}
+            rewritten = {**rewritten, name: self._rewritten_schemas(schema[name], f"{path}/{name}", depth)}
         return rewritten
 
     def _rewritten_rules(self, rules: dict[str, Any], path: str, depth: int) -> dict[str, Any]:
         combinators = [name for name in COMBINATORS if name in rules]
         if not combinators:
-            return self._typed_schema(rules, path, depth)
+            return self._rewritten_types(rules, path, depth)
         name = combinators[0]
         others = sorted(rules.keys() - {name} - ({"type"} if name in ("enum", "const") else set()))
         if others:
@@ -145,19 +145,19 @@ class _SchemaRewriter:
             return self._rewritten_values(rules, name, path)
         if name == "$ref":
             return self._rewritten_reference(rules[name], path)
-        branches = self._branches(rules[name], name, path, depth)
+        branches = self._rewritten_branches(rules[name], name, path, depth)
         if name == "allOf" and len(branches) > 1:
             raise schema_error(path, "'allOf' with several schemas is not supported", "merge them into one")
         if name == "oneOf":
             self.one_of_schemas[path] = rules[name]
         return branches[0] if len(branches) == 1 else {"anyOf": branches}
 
-    def _branches(self, value: Any, name: str, path: str, depth: int) -> list[Any]:
+    def _rewritten_branches(self, value: Any, name: str, path: str, depth: int) -> list[Any]:
         if not isinstance(value, list) or not value:
             raise schema_error(path, f"{name!r} is {shown(value)}", "use a list of schemas")
         return [self.rewrite(branch, f"{path}/{name}/{i}", depth + 1) for i, branch in enumerate(value)]
 
-    def _schemas_by_name(self, value: Any, path: str, depth: int) -> dict[str, Any]:
+    def _rewritten_schemas(self, value: Any, path: str, depth: int) -> dict[str, Any]:
         if not isinstance(value, dict):
             raise schema_error(path, f"{shown(value)} is no object", "use an object of schemas")
         return {
@@ -207,7 +207,8 @@ class _SchemaRewriter:
 
     # One type
 
-    def _typed_schema(self, rules: dict[str, Any], path: str, depth: int) -> dict[str, Any]:
+    def _rewritten_types(self, rules: dict[str, Any], path: str, depth: int) -> dict[str, Any]:
+        """Returns the enforceable form of a subschema without COMBINATORS, for all its types."""
         for name in rules:
             if name != "type" and not any(name in keywords for keywords in KEYWORDS_OF.values()):
                 raise schema_error(path, f"{name!r} is not supported", "leave it out, and check its rule on the output")
@@ -258,7 +259,7 @@ class _SchemaRewriter:
         return number_rules(rules_of_type, type_name, path)
 
     def _rewritten_object(self, rules: dict[str, Any], path: str, depth: int) -> dict[str, Any]:
-        properties = self._schemas_by_name(rules.pop("properties", {}), f"{path}/properties", depth)
+        properties = self._rewritten_schemas(rules.pop("properties", {}), f"{path}/properties", depth)
         required = rules.pop("required", [])
         if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
             raise schema_error(path, f"'required' is {shown(required)}", "use a list of names")
@@ -276,7 +277,7 @@ class _SchemaRewriter:
                 properties[name] = {} if extra_schema is None else extra_schema
         if not properties and not is_closed:
             if rules.get("minProperties", 0) > 1:
-                # The output may repeat a name, which counts only once.
+                # xgrammar may generate the same name twice, which JSON parsers count as one property.
                 raise schema_error(path, "'minProperties' above 1 needs named properties", "leave it out")
             return {"type": "object", "additionalProperties": True if extra_schema is None else extra_schema, **rules}
         if allows_extra and self.strict and "properties" in self.original_schemas[path]:
@@ -298,7 +299,7 @@ class _SchemaRewriter:
         rewritten = {name: value for name, value in rules.items() if name in ("minItems", "maxItems")}
         items = rules.get("items")
         if "prefixItems" in rules:
-            rewritten["prefixItems"] = self._branches(rules["prefixItems"], "prefixItems", path, depth)
+            rewritten["prefixItems"] = self._rewritten_branches(rules["prefixItems"], "prefixItems", path, depth)
             items = False if items is None else items
         if isinstance(items, list):
             raise schema_error(path, "'items' as a list is not supported", "use 'prefixItems'")
@@ -373,6 +374,7 @@ class _SchemaRewriter:
 
     @staticmethod
     def _type_set(schema: dict[str, Any]) -> set[str]:
+        """Returns the types that a schema names, and "integer" beside "number"."""
         named = schema.get("type")
         types = set(named if isinstance(named, list) else [named]) if named else set()
         return types | {"integer"} if "number" in types else types

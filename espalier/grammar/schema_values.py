@@ -36,10 +36,10 @@ CHARS_PER_REPETITION = 10
 
 
 def limit_length(node: Node, minimum: int, maximum: int | None) -> Node:
-    """Returns a node for texts of `node`, which has no anchors, with `minimum` to `maximum` characters, or NO_TEXT."""
+    """Returns a node for texts of `node` with `minimum` to `maximum` characters, or NO_TEXT.  node: without anchors."""
     if maximum is not None:
-        node = _limit_to_most(node, maximum)
-    return node if node == NO_TEXT else _limit_to_least(node, minimum)
+        node = _with_max_length(node, maximum)
+    return node if node == NO_TEXT else _with_min_length(node, minimum)
 
 
 def length_bounds(node: Node) -> tuple[int, float]:
@@ -57,14 +57,14 @@ def length_bounds(node: Node) -> tuple[int, float]:
     return low * node.minimum, high * (inf if node.maximum is None else node.maximum) if high else 0
 
 
-def _limit_to_most(node: Node, maximum: int) -> Node:
+def _with_max_length(node: Node, maximum: int) -> Node:
     low, high = length_bounds(node)
     if high <= maximum:
         return node
     if low > maximum or isinstance(node, Chars):
         return NO_TEXT
     if isinstance(node, Alt):
-        return alt([_limit_to_most(branch, maximum) for branch in node.branches])
+        return alt([_with_max_length(branch, maximum) for branch in node.branches])
     if isinstance(node, Seq):
         return _limit_parts(node.parts, maximum - low)
     assert isinstance(node, Repeat)
@@ -72,10 +72,10 @@ def _limit_to_most(node: Node, maximum: int) -> Node:
     if low == high:
         return repeat(node.repeated, node.minimum, maximum // low)
     limit = maximum // max(low, 1) if node.maximum is None else min(node.maximum, maximum // max(low, 1))
-    # Use the same count for parts of all lengths, because xgrammar would misread alternatives of repetitions.
+    # Short and long parts get the same count, because xgrammar would misread an alternation of several repetitions.
     size = int(min(high, max(low, CHARS_PER_REPETITION)))
     times = max(node.minimum, min(limit, maximum // size or 1))
-    return repeat(_limit_to_most(node.repeated, maximum // times), node.minimum, times) if times else EMPTY_TEXT
+    return repeat(_with_max_length(node.repeated, maximum // times), node.minimum, times) if times else EMPTY_TEXT
 
 
 def _limit_parts(parts: tuple[Node, ...], spare_chars: int) -> Node:
@@ -83,17 +83,17 @@ def _limit_parts(parts: tuple[Node, ...], spare_chars: int) -> Node:
     limited_parts = []
     bounds = [length_bounds(part) for part in parts]
     for i, (part, (low, high)) in enumerate(zip(parts, bounds, strict=True)):
-        # This part may use the characters that later parts cannot use.
+        # The part gets an equal share of the spare characters, or a larger one if later parts cannot use theirs.
         later_spans = [above - below for below, above in bounds[i + 1 :] if above > below]
         share = max(
             spare_chars // (1 + len(later_spans)), spare_chars - sum(later_spans) if inf not in later_spans else 0
         )
-        limited_parts.append(_limit_to_most(part, low + int(share)) if high > low + share else part)
+        limited_parts.append(_with_max_length(part, low + int(share)) if high > low + share else part)
         spare_chars -= int(min(length_bounds(limited_parts[-1])[1], low + share)) - low
     return seq(limited_parts)
 
 
-def _limit_to_least(node: Node, minimum: int) -> Node:
+def _with_min_length(node: Node, minimum: int) -> Node:
     """Returns a node for the texts of at least `minimum` characters, or for some of these texts."""
     low, high = length_bounds(node)
     if low >= minimum:
@@ -101,7 +101,7 @@ def _limit_to_least(node: Node, minimum: int) -> Node:
     if high < minimum:
         return NO_TEXT
     if isinstance(node, Alt):
-        return alt([_limit_to_least(branch, minimum) for branch in node.branches])
+        return alt([_with_min_length(branch, minimum) for branch in node.branches])
     if isinstance(node, Seq):
         return _extend_parts(node.parts, minimum - low)
     assert isinstance(node, Repeat)
@@ -114,16 +114,16 @@ def _limit_to_least(node: Node, minimum: int) -> Node:
             return repeat(part, times, node.maximum)
     times = node.minimum if node.maximum is None else node.maximum
     times = max(times, 1)
-    return repeat(_limit_to_least(part, -(-minimum // times)), times, node.maximum)
+    return repeat(_with_min_length(part, -(-minimum // times)), times, node.maximum)
 
 
 def _extend_parts(parts: tuple[Node, ...], missing_chars: int) -> Node:
-    """Raises a sequence's least length by `missing_chars`.  The parts whose lengths vary most become longer first."""
+    """Raises a sequence's least length by `missing_chars`.  The parts with the widest bounds become longer first."""
     extended_parts = list(parts)
     for i in sorted(range(len(parts)), key=lambda i: length_bounds(parts[i])[0] - length_bounds(parts[i])[1]):
         low, high = length_bounds(parts[i])
         added_chars = int(min(missing_chars, high - low))
-        extended_parts[i] = _limit_to_least(parts[i], low + added_chars) if added_chars else parts[i]
+        extended_parts[i] = _with_min_length(parts[i], low + added_chars) if added_chars else parts[i]
         missing_chars -= added_chars
     return seq(extended_parts)
 

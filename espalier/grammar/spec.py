@@ -86,7 +86,7 @@ EXACT_INTEGERS = range(-(2**63), 2**63)
 
 def read_json(description: str, text: str) -> Any:
     """Parses JSON text whose numbers and strings xgrammar can represent.  Raises EspalierError for other text.
-    description: what errors call the text."""
+    description: the word for the text in errors."""
     try:
         value = json.loads(
             text,

@@ -59,6 +59,7 @@ def _format_of_structures(tag: dict[str, Any]) -> dict[str, Any]:
 
 
 def _enforceable_part(value: Any, strict: bool, depth: int) -> Any:
+    """Returns a part of a structural tag with its schemas and regexes rewritten for xgrammar."""
     if depth > MAX_DEPTH:
         raise EspalierError(f"the structural tag is nested more than {MAX_DEPTH} levels deep; flatten it")
     if isinstance(value, list):

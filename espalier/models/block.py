@@ -74,7 +74,7 @@ def make_block_spec(
     """Returns the spec of a block draft.
     fields: config.json, with the fields of its nested objects at the top level.  layer: the config of the decoder
     layers.  first_proposing_row, windows_end_at_root: fields of DraftSpec.
-    spec_fields: further fields of DraftSpec; algorithm and vocab_size have defaults."""
+    spec_fields: further fields of DraftSpec.  By default, algorithm is "block" and vocab_size is that of `layer`."""
     block_rows, layer_specs = fields.integer("block_size"), layer_specs_of(layer)
     if windows_end_at_root:
         # A window in config.json counts only the tokens before the root.  LayerSpec.window counts the root too.
@@ -149,7 +149,7 @@ def read_speculators_config(fields: DraftFields, target: ModelConfig) -> BlockCo
         return BlockConfig(layer, spec)
     rank, head_type = _read_markov_fields(fields.with_defaults({"markov_rank": 256}))
     if rank and head_type == "rnn" and spec.first_proposing_row:
-        # In training, the recurrent state of such a head reads the root token twice: at the root's row and at depth 1.
+        # Such a head was trained to read the root token twice, at the root's row and at depth 1 (not implemented here).
         raise fields.error(
             "markov_head_type = 'rnn' with sample_from_anchor = False is not supported; use a draft that "
             "samples from the anchor"

@@ -135,8 +135,8 @@ class Family:
     multimodal_architectures: architectures of multimodal checkpoints whose text part may be of this family.
     mtp: the multi-token prediction (MTP) layers of the family's checkpoints; None if the family has no MTP layers.
     mlp_size_field, activation_field: the fields with the intermediate size and with the activation of dense MLPs.
-    usable_in_drafts: whether an EAGLE-3 head, or an MTP head with its own config, may have layers of this family.  Such
-    a layer consists of attention and a gated MLP, with a norm before each, because eagle3.py supports no other layer.
+    usable_in_drafts: whether an EAGLE-3 head, or an MTP head with its own config, may have layers of this family.
+    eagle3.py supports only layers of attention and a gated MLP, with a norm before each.
     normalise_fields: takes config.json, and returns its fields under the names that all families share.
     extra_layer_types: further values that `layer_types` may contain.
     stored_names: how the family's checkpoints name the weights.  ignored_weights: prefixes of weights outside the text

@@ -143,7 +143,7 @@ def _refuse_wrong_sizes(config: DFlash2Config, fields: DraftFields) -> None:
 
 @dataclass(frozen=True)
 class BlockConv:
-    """The two convolutions of a sublayer, with T taps each.  Index 0: of the sublayer's input.  Index 1: of its output.
+    """Two convolutions with T taps each.  Index 0 is the convolution of a sublayer's input, index 1 that of its output.
     base_taps: [2, T, H], coefficients that are the same for all rows.  coefficient_weight: [2 · T · G, H], the
     projection that computes further coefficients from each row: one for each tap and each of the G channel groups."""
 
@@ -158,7 +158,8 @@ class BlockConv:
 
 class PendingConvolution(NamedTuple):
     """A sublayer's output that is not yet convolved.  One kernel convolves the output, adds it to the residual and
-    computes the next norm.  output: [N, H], or partial sums that the kernel adds."""
+    computes the next norm.  output: [N, H], or partial sums that the kernel adds.  coefficients, base_taps: see
+    BlockConv, index 1.  block_width: the number of rows of a block."""
 
     output: Tensor
     coefficients: Tensor

@@ -93,7 +93,7 @@ class DraftSpec:
     def num_root_rows(self) -> int:
         """1 if the draft's cache holds a row of the root token, else 0.
         A module computes the root's row from the target's hidden state at the token before the root, so the cache holds
-        that row.  A block draft without modules computes a token's row from the target's hidden states at the same
+        the root's row.  A block draft without modules computes a token's row from the target's hidden states at this
         token, which are not known for the root."""
         return 0 if self.block_rows and not self.num_modules else 1
 
@@ -230,7 +230,7 @@ def refuse_wrong_sizes(path: Path, target: ModelConfig, hidden: int, vocab: int,
 
 def draft_verifier(path: Path | str) -> str | None:
     """Returns the path or name of the target ("verifier") that a draft's config.json in the format of speculators
-    names.  Returns None if the config names no target.  A user need not give the target of a draft that names it."""
+    names.  Returns None if the config names no target; then the user must name it."""
     speculators: Mapping[str, Any] = read_json(Path(path) / "config.json").get("speculators_config") or {}
     with add_path_to_errors(Path(path)):
         return (speculators.get("verifier") or {}).get("name_or_path")

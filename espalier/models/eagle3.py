@@ -170,9 +170,9 @@ def _captured_layers(
     whose inputs are captured (by default [2, L/2, L-3]).  In the format of SafeAILab and SpecForge, the ids in
     eagle_config are the layers whose outputs are captured; the output of layer i is the input of layer i + 1.
 
-    Heads for DeepSeek targets are an exception: the ids in their eagle_config are layers whose inputs are captured,
-    unless the first id is 1.  If the first id is 1, the ids are layers whose outputs are captured: the default begins
-    with the input of layer 2, which is the output of layer 1.
+    Heads for DeepSeek targets are an exception: the ids in their eagle_config are the layers whose inputs are captured.
+    But if the first id is 1, the ids are the layers whose outputs are captured, as in the default list, which begins
+    with 1.
     """
     num_layers = target.num_layers
     name = "eagle_aux_hidden_state_layer_ids"
@@ -222,7 +222,7 @@ class Eagle3Draft:
     (espalier/models/draft.py).
 
     layer_specs: what this rank's part of each layer stores in the KV cache.
-    layers: the first layer reads the normed embedding and the normed hidden state.  The kernel of `embed` norms both.
+    layers: the first layer reads the normed embedding and the normed hidden state, which `embed` computes.
     """
 
     has_experts = False

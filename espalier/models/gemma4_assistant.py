@@ -1,7 +1,7 @@
 """Gemma 4's assistants: drafts of a few layers that read the target's K and V and store no K and V of their own.
 
 The input of a row is the target's embedding of the row's token and a hidden state.  The root's row reads the
-target's hidden state after the final norm, at the token before the root.  Every other row reads the draft's output at
+target's hidden state after the final norm, at the token before the root.  All other rows read the draft's output at
 the parent.  All rows have the root's position and attend to committed rows only (transformers'
 SinglePositionMultiTokenCandidateGenerator)."""
 

@@ -117,13 +117,13 @@ GEMMA3_FIELDS = {
 LARGEST_NUM_LAYERS = {"gemma2": 46, "gemma3": 62}
 
 
-def _gemma_fields(gguf: GGUF, field: Callable[[str], Any]) -> Json:
-    heads, hidden = field("attention.head_count"), field("embedding_length")
+def _gemma_fields(gguf: GGUF, read_field: Callable[[str], Any]) -> Json:
+    heads, hidden = read_field("attention.head_count"), read_field("embedding_length")
     # The file has no field for the scale of queries, so it is derived from the model's size.
-    is_largest = field("block_count") == LARGEST_NUM_LAYERS[gguf.metadata["general.architecture"]]
+    is_largest = read_field("block_count") == LARGEST_NUM_LAYERS[gguf.metadata["general.architecture"]]
     are_valid = type(heads) is int and type(hidden) is int and heads > 0
-    scalar = hidden // heads if is_largest and are_valid else field("attention.key_length")
-    values = {config_name: field(gguf_name) for gguf_name, config_name in (GEMMA_FIELDS | GEMMA3_FIELDS).items()}
+    scalar = hidden // heads if is_largest and are_valid else read_field("attention.key_length")
+    values = {config_name: read_field(gguf_name) for gguf_name, config_name in (GEMMA_FIELDS | GEMMA3_FIELDS).items()}
     return {name: value for name, value in {**values, "query_pre_attn_scalar": scalar}.items() if value is not None}
 
 
@@ -171,7 +171,7 @@ def gguf_config(path: Path) -> Json:
     architecture, name = architecture_of_gguf(gguf), gguf.metadata["general.architecture"]
     prefix = f"{name}."
     metadata = {key.removeprefix(prefix): value for key, value in gguf.metadata.items() if key.startswith(prefix)}
-    _refuse_unknown_fields(metadata, architecture, path, name)
+    _check_metadata_fields(metadata, architecture, path, name)
     config: Json = {
         "architectures": [architecture.family],
         "model_type": architecture.model_type,
@@ -198,7 +198,9 @@ def _default_fields(metadata: Json) -> Json:
     return {"num_key_value_heads": heads, "head_dim": size, "rope_theta": 10000.0}
 
 
-def _refuse_unknown_fields(metadata: Json, architecture: GGUFArchitecture, path: Path, name: str) -> None:
+def _check_metadata_fields(metadata: Json, architecture: GGUFArchitecture, path: Path, name: str) -> None:
+    """Raises EspalierError if a field is missing, or if an unknown field may change the output.  name: the name of the
+    architecture in the file."""
     if missing := next(
         (field for field in CONFIG_FIELDS if field not in metadata and field not in OPTIONAL_FIELDS), None
     ):

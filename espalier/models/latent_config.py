@@ -16,8 +16,8 @@ TYPES_FIELD, PATTERN_FIELD, FREQ_FIELD, OFFSET_FIELD = (
 )
 # The default of index_skip_topk_offset.
 DEFAULT_OFFSET = 2
-# The defaults of families with an indexer.  index_share_for_mtp_iteration has no effect here: in an MTP
-# layer, the indexer runs for every query.  The target's output does not depend on MTP layers.
+# The defaults of families with an indexer.  index_share_for_mtp_iteration has no effect here: in an MTP layer, the
+# indexer runs for every query, which can only change what the MTP layer drafts.
 INDEXER_DEFAULTS: dict[str, Any] = {
     "index_topk": 2048,
     "index_head_dim": 128,
@@ -108,7 +108,8 @@ def _listed_indexer_types(name: str, value: Any, num_layers: int) -> tuple[str, 
 
 
 def _scheduled_indexer_types(config_fields: dict[str, Any], num_layers: int) -> tuple[str, ...]:
-    """Returns the indexer type of each layer: after the first layers, every index_topk_freq-th layer has an indexer."""
+    """Returns the indexer type of each layer.  Layers up to index_skip_topk_offset - 1 have an indexer, and from there
+    on every index_topk_freq-th layer."""
     freq, offset = config_fields.get(FREQ_FIELD), config_fields.get(OFFSET_FIELD)
     freq, offset = 1 if freq is None else freq, DEFAULT_OFFSET if offset is None else offset
     for name, value in ((FREQ_FIELD, freq), (OFFSET_FIELD, offset)):

@@ -304,8 +304,8 @@ def _load_indexer(
         return None
     indexer_prefix = f"{prefix}indexer."
     if not config.has_own_indexer(layer):
-        # A checkpoint may store an unused indexer of this layer, because with a model override the layer can share the
-        # indexer of an earlier layer.
+        # If a model override makes this layer share an earlier layer's indexer, the layer's own stored indexer is not
+        # used.
         weights.allow_unused_prefixes((indexer_prefix,))
         return None
     return Indexer(

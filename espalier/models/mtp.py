@@ -71,7 +71,7 @@ class MTPConfig:
 
 def read_mtp(path: Path, config_json: Json, target: ModelConfig) -> MTPConfig:
     """Returns the config of the MTP layers at `path`, checked against the target's config.  Loads no weights.
-    If the config names the target's architecture, the layers are the target's own, and the target's overrides apply.
+    If the config has the target's architecture, the layers belong to the target's checkpoint and get its overrides.
     Raises EspalierError if the layers do not fit this target."""
     is_speculators = config_json.get("speculators_model_type") is not None
     if is_speculators or architecture_of(config_json) in MTP_HEAD_ARCHITECTURES:
@@ -227,7 +227,7 @@ def _load_module(
     load_named_head: Callable[[str], Linear],
     module: int,
 ) -> MTPModule:
-    """Loads one module.  load_embed, load_named_head: return an embedding or a head by name.  module: from 0."""
+    """Loads the module number `module`, from 0.  load_embed, load_named_head: load an embedding or a head by name."""
     layer, family, prefix = config.layer, config.family, config.weights_prefix(module)
     hidden, index = layer.hidden_size, config.num_target_layers + module
     stored_index = family.stored_index(module, config.num_target_layers)

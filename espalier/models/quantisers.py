@@ -121,7 +121,7 @@ class Quantiser:
         return self.group_size_for(columns) is not None and not self.stays_dense(name)
 
     def storage_formats(self, columns_by_matrix: Mapping[str, int]) -> FormatLookup:
-        """Returns the storage format of each matrix.  columns_by_matrix: as in quantization_config."""
+        """Returns the storage format of each matrix.  columns_by_matrix: the number of columns, by matrix name."""
         return read_formats({"quantization_config": self.quantization_config(columns_by_matrix)})
 
     def quantise_matrix(self, dense: Tensor) -> QuantisedMatrix:
@@ -306,7 +306,8 @@ def _fp8_block_config(dense_pattern: str, dense_names: Sequence[str]) -> dict[st
     }
 
 
-COMPRESSED_TENSORS: Mapping[str, Callable[[str, Sequence[str]], Mapping[str, Any]]] = {
+# The make_config of the Quantisers whose format is compressed-tensors.
+MAKE_COMPRESSED_TENSORS: Mapping[str, Callable[[str, Sequence[str]], Mapping[str, Any]]] = {
     "fp8": partial(_compressed_tensors_config, ("float-quantized", "float", 8, "channel", None)),
     "int4": partial(_compressed_tensors_config, ("pack-quantized", "int", 4, "group", GROUP_SIZE)),
     "nvfp4": partial(
@@ -315,10 +316,10 @@ COMPRESSED_TENSORS: Mapping[str, Callable[[str, Sequence[str]], Mapping[str, Any
 }
 QUANTISERS: Mapping[str, Quantiser] = MappingProxyType(
     {
-        "fp8": Quantiser(to_fp8, COMPRESSED_TENSORS["fp8"]),
+        "fp8": Quantiser(to_fp8, MAKE_COMPRESSED_TENSORS["fp8"]),
         "fp8-block": Quantiser(to_fp8_block, _fp8_block_config),
-        "int4": Quantiser(to_int4, COMPRESSED_TENSORS["int4"], group_sizes=GROUP_SIZES),
-        "nvfp4": Quantiser(to_nvfp4, COMPRESSED_TENSORS["nvfp4"], group_sizes=(NVFP4_GROUP_SIZE,)),
+        "int4": Quantiser(to_int4, MAKE_COMPRESSED_TENSORS["int4"], group_sizes=GROUP_SIZES),
+        "nvfp4": Quantiser(to_nvfp4, MAKE_COMPRESSED_TENSORS["nvfp4"], group_sizes=(NVFP4_GROUP_SIZE,)),
         "mxfp4": Quantiser(
             to_mxfp4,
             lambda pattern, dense_names: {"quant_method": "mxfp4", "modules_to_not_convert": list(dense_names)},
@@ -376,7 +377,7 @@ def _write_copy(
     config: Mapping[str, Any],
     on_file_done: Callable[[], None],
 ) -> QuantiseReport:
-    """Writes the files of the copy.  config.json is written last, so that a partial copy cannot be loaded."""
+    """Writes the copy, with config.json last, so that a partial copy cannot be loaded."""
     report, weight_map, columns_by_matrix = QuantiseReport(), dict[str, str](), dict[str, int]()
     for file in safetensors_files(path):
         tensors = dict(_quantised_tensors(file, quantiser, device, report, columns_by_matrix))

@@ -60,6 +60,7 @@ class RopeConfig:
 
     dim: the number of rotated channels of a head; in latent attention, the size of the rope part.
     type: one of ROPE_TYPES, or "none" for a layer without RoPE, whose frequencies are 0.
+    The fields that are not described here are parameters of this type, as in transformers' rope_parameters.
     A dynamic RoPE has unscaled frequencies up to the trained length.  Espalier limits contexts to that length, because
     in longer contexts every new token would change the rotation of all cached keys.
     partial_rotary_factor: for a proportional RoPE, the share of rotated channels; channels with the lowest frequencies
@@ -224,7 +225,7 @@ def read_rope(config_fields: Json, rotary_dim: int, max_position_embeddings: int
     not supported."""
     new, old = (with_rope_type(config_fields).get(field) or {} for field in ROPE_FIELDS)
     for name in new:
-        # The type "default" in rope_parameters is ignored, because users add rope_scaling to such configs.
+        # Beside rope_scaling, the type "default" is ignored: users add rope_scaling to configs with rope_parameters.
         if old.get(name, new[name]) != new[name] and (name, new[name]) != ("rope_type", "default"):
             raise EspalierError(
                 f"{name} is {new[name]!r} in rope_parameters and {old[name]!r} in rope_scaling; remove one of "

@@ -78,7 +78,7 @@ class Experts:
     names: the names of an expert's matrices, if stored apart.  joined_names: the names of the two joined tensors.
     shared_prefix: the prefix of shared_name in a layer; by default `prefix`.  shared_names: the names of the shared
     expert's matrices.
-    correction_name: the name of the router's bias if routing.correction_bias is set.
+    correction_name: the name of the router's bias if routing.correction_bias is set.  activation: the experts'.
     """
 
     layers: frozenset[int]
@@ -102,9 +102,10 @@ class Experts:
 
 
 def stored_matrices(names: Sequence[str], rows: Sequence[SizeOrPart]) -> tuple[Sequence[str], Sequence[SizeOrPart]]:
-    """For matrices that a layer stacks, returns the names of the stored matrices, and the rows that are read from each.
-    rows: the rows of each matrix of the layer.  names: one name for each matrix, or a single name if the checkpoint
-    stores the matrices stacked.  If ranks divide stored stacked matrices, each matrix is read separately."""
+    """Returns the stored matrices to read for a stack of matrices: their names, and the rows to read from each.
+    rows: the rows of each matrix in the stack.  names: a name for each matrix, or one name if the checkpoint stores the
+    stack.  If ranks divide a stored stack, the result has its name once for each matrix, with rows counted in the
+    stack."""
     if len(names) == len(rows):
         return names, rows
     parts = [as_rank_part(size) for size in rows]

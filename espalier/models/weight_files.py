@@ -69,6 +69,7 @@ class GGUFTensors(Mapping[str, Tensor]):
         return self._undo_conversion(name, tensor)
 
     def _undo_conversion(self, name: str, tensor: Tensor) -> Tensor:
+        """Undoes changes of llama.cpp's converter: it adds an offset to norms, and reorders the rows of q and k."""
         module = name.rpartition(".")[0].rpartition(".")[2]
         if self.architecture.norm_offset and module.endswith("norm"):
             return tensor - self.architecture.norm_offset

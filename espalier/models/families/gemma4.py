@@ -161,7 +161,8 @@ def _layer_types(config_fields: Json) -> list[str]:
     return layer_types_of(config_fields, lambda layer: layer % 6 == 0 or layer == config_fields["num_hidden_layers"])
 
 
-def _windows(config_fields: Json) -> LayerWindows:
+def _checked_windows(config_fields: Json) -> LayerWindows:
+    """Returns the window of each layer.  Raises EspalierError for bidirectional attention or a sliding last layer."""
     if config_fields["use_bidirectional_attention"] not in (None, False, "vision"):
         value = shown(config_fields["use_bidirectional_attention"])
         raise EspalierError(f"use_bidirectional_attention = {value} is not supported, only null or 'vision'")
@@ -211,7 +212,7 @@ def _ropes(config_fields: Json) -> list[Json]:
 
 
 def _without_ignored_rotary_factor(parameters: Json) -> Json:
-    """Returns the parameters; for type `default` without `partial_rotary_factor`, which transformers ignores."""
+    """Returns the parameters, without partial_rotary_factor if transformers ignores it: for the type `default`."""
     is_default = parameters.get("rope_type", "default") == "default"
     return {name: value for name, value in parameters.items() if not (is_default and name == "partial_rotary_factor")}
 
@@ -270,8 +271,8 @@ def _load_embedding(weights: Weights, config: ModelConfig, embedding_scale: floa
         )
     table = weights.load("model.embed_tokens_per_layer.weight", rows, columns)
     project = weights.linear("model.", ("per_layer_model_projection",), (whole_part(columns),), hidden, bias=False)
-    # The layers' second inputs are (norm(project · H^-½) + table · P^½) · 2^-½.  Instead of the factor H^-½
-    # of the norm's input, the norm's eps gets the factor H.
+    # The layers' second inputs are (norm(project · H^-½) + table · P^½) · 2^-½.  The norm of project · H^-½ with eps is
+    # the norm of project with H · eps.
     factors = weights.load_exact("model.per_layer_projection_norm.weight", size) * 2**-0.5
     norm = RMSNorm(factors, config.rms_norm_eps * hidden)
     return PerLayerEmbedding(embed, table, (size / 2) ** 0.5, project, norm)
@@ -368,7 +369,7 @@ FAMILY = Family(
         "hidden_size_per_layer_input": 256,
         "vocab_size_per_layer_input": 262144,
     },
-    windows=_windows,
+    windows=_checked_windows,
     qk_norm=True,
     layer_norms=GEMMA3.layer_norms,
     experts=_experts,

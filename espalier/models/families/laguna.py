@@ -42,7 +42,8 @@ def _heads_by_layer(config_fields: Json) -> list[int]:
     return by_layer
 
 
-def _windows(config_fields: Json) -> LayerWindows:
+def _checked_windows(config_fields: Json) -> LayerWindows:
+    """Returns the window of each layer.  Raises EspalierError for invalid numbers of heads or unsupported gates."""
     _heads_by_layer(config_fields)
     if config_fields["gating"] not in (*PER_HEAD_GATING, *PER_VALUE_GATING):
         raise EspalierError(
@@ -112,7 +113,7 @@ FAMILY = Family(
             SLIDING_ATTENTION: {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0},
         },
     },
-    windows=_windows,
+    windows=_checked_windows,
     qk_norm=True,
     layer_ropes=lambda fields: ropes_by_type(fields, _layer_types(fields), ROPE_BASES),
     experts=_experts,

@@ -109,6 +109,7 @@ MIXTRAL = replace(
 
 
 def _ropes(config_fields: Json) -> list[Json]:
+    """Returns the RoPE fields of each layer, which are the same for all, with today's name of LongRoPE."""
     ropes = {name: rope for name, rope in with_rope_type(config_fields).items() if name in ROPE_FIELDS}
     for name, rope in ropes.items():
         if isinstance(rope, Mapping) and rope.get("rope_type") in OLD_LONGROPE_NAMES:

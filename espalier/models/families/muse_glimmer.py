@@ -27,7 +27,8 @@ def _has_full_attention(config_fields: Json, layer: int) -> bool:
     return (config_fields["num_hidden_layers"] - 1 - layer) % 4 == 0
 
 
-def _windows(config_fields: Json) -> LayerWindows:
+def _checked_windows(config_fields: Json) -> LayerWindows:
+    """Returns the window of each layer.  Raises EspalierError if a scale or eps is not positive."""
     for name in ("qk_scale_factor", "post_norm_eps"):
         positive_number(config_fields, name)
     return windows_by_type(
@@ -87,7 +88,7 @@ FAMILY = Family(
         "qk_scale_factor": 3.87,
         "output_multiplier": 0.19611613513818404,
     },
-    windows=_windows,
+    windows=_checked_windows,
     layer_norms=NORMS_AROUND_BLOCKS,
     logit_scale=lambda fields: positive_number(fields, "output_multiplier"),
     layer_ropes=_ropes,

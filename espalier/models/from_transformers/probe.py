@@ -93,7 +93,7 @@ def tiny_config(config: Any) -> Any:
         if value == num_layers and re.search(r"layers?$", name):
             return layers
         if value == heads and name.endswith("heads"):
-            return TINY_HEADS  # also for K and V heads: some classes need as many of them as query heads
+            return TINY_HEADS  # also the number of K and V heads, which may have to be equal
         size = next((size for pattern, size in TINY_SIZES if re.search(pattern, name)), value)
         return size if value and re.search(DERIVED_SIZES, name) else min(value, size)
 
@@ -220,7 +220,7 @@ def probe_tiny_model(model: Any) -> tuple[dict[type, MakeForward], dict[type, tu
             request_rows[row] |= request_rows[parent]
     vocab = model.get_input_embeddings().weight.shape[0]
     tokens = torch.randint(0, vocab, seen.shape[:2], generator=torch.Generator().manual_seed(1))
-    # For each class, the makers whose replacements compute the same as all called modules with parameters.
+    # Class -> the makers whose replacements computed the same as every called module of the class with parameters.
     makers: dict[type, list[MakeForward]] = {}
     linear_calls: list[tuple[nn.Module, Tensor]] = []
 
@@ -350,7 +350,7 @@ def causal_class_name(config_json: Json) -> str | None:
 def read_by_transformers(
     config_json: Json, path: Path, overrides: Mapping[str, Any] | None = None, generation_config: Json | None = None
 ) -> ModelConfig:
-    """Returns the config of a model that a class of transformers runs.
+    """Returns the config of a model that a class of transformers runs.  The arguments are those of parse_config.
     Raises EspalierError, with the reason, if no class can run it."""
     from transformers import CONFIG_MAPPING
 
@@ -369,7 +369,7 @@ def read_by_transformers(
             f"{path}: {name} runs by transformers, for which quantised weights are not supported; use "
             "an unquantised copy of the model (bfloat16)"
         )
-    # Fields that begin with "_" may name code.
+    # Fields that begin with "_" may name code of the checkpoint, which must not run.
     fields = {field_name: value for field_name, value in full.items() if not field_name.startswith("_")}
     try:
         probed = probe(config_json["model_type"], json.dumps(fields, sort_keys=True))
@@ -397,7 +397,7 @@ def read_by_transformers(
 
 
 def longest_context(config: Any) -> Any:
-    """Returns the longest context, in tokens: max_position_embeddings, or LongRoPE's limit of short frequencies."""
+    """Returns the longest context, in tokens: max_position_embeddings, or what LongRoPE's short factors allow."""
     ropes = getattr(config, "rope_parameters", None) or {}
     by_layer_type = [rope for rope in ropes.values() if isinstance(rope, Mapping)] or [ropes]
     limits = [rope["original_max_position_embeddings"] for rope in by_layer_type if rope.get("rope_type") == "longrope"]

@@ -116,7 +116,7 @@ class StackedLinears:
 
 
 def norm_of(module: Any, offset: float) -> Callable[[Tensor], Tensor]:
-    """Returns an RMS norm over the last dimension.  offset: a number that is added to the weight."""
+    """Returns a function that computes the RMS norm `module`.  offset: a number that is added to its weight."""
     weight = module.weight.data
     eps = next(value for value in vars(module).values() if isinstance(value, float))
     exact_dtype = torch.promote_types(weight.dtype, torch.float32)
@@ -125,7 +125,7 @@ def norm_of(module: Any, offset: float) -> Callable[[Tensor], Tensor]:
 
 
 def mlp_of(module: Any, activation: Activation) -> Callable[[Tensor], Tensor]:
-    """Returns an MLP.  The linear layer that the module defines last is `down`."""
+    """Returns a function that computes the MLP `module`.  The linear layer that the module defines last is `down`."""
     *inputs, down = (child for child in module.children() if isinstance(child, nn.Linear))
     gate_up, outer = linear_of(*inputs), linear_of(down)
     return lambda x: outer(gate_up.gated(x.reshape(-1, x.shape[-1]), activation)).view(x.shape)
@@ -233,7 +233,7 @@ class TransformersTarget:
         return rows.to(hidden.dtype).view(*hidden.shape[:-1], -1)
 
     def __call__(self, p: Pass) -> ModelOutput:
-        # Nodes after the end of the context may have positions that the model does not have.  They are never accepted.
+        # Nodes of a tree may have positions after the longest context.  These nodes are never accepted.
         positions = p.positions.clamp(max=self.config.max_position - 1)
         hidden, inputs = self.run(p.tokens, positions, partial(self._attend, p, iter(enumerate(self.layer_specs))))
         last = len(self.layer_specs)

@@ -169,7 +169,7 @@ class MixtureMLP:
 
 
 def _write_gated_shared_mlp(shared: GatedMLP, gate: Linear, x: Tensor, rows: InputRows, out: Tensor) -> None:
-    """Writes the shared MLP's output, multiplied by its gate, to out [N, H].  rows: x, as the MLP takes it."""
+    """Writes the shared MLP's output, multiplied by its gate, to out [N, H].  rows: x in the form the MLP takes."""
     weight = gate.weight.dense_tensor()
     if weight is None:
         torch.mul(shared.summed_output(x), gate(x).to(out.dtype).sigmoid(), out=out)

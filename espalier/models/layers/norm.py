@@ -67,9 +67,9 @@ class RMSNorm:
     def add_norm_and_round(
         self, delta: BlockOutput, residual: Tensor, rounding: InputScales | None
     ) -> tuple[Tensor, Tensor, InputRows]:
-        """Returns the results of add_and_norm, and the normed rows quantised by the same kernel.
-        rounding: how the normed rows are quantised; None to return them twice without quantisation.  If set, the
-        residual must be on a GPU, with a width that `can_round_norm` accepts."""
+        """Returns the results of add_and_norm, and the normed rows as quantised by the same kernel.
+        rounding: how the normed rows are quantised.  If None, the third result is the normed rows, not quantised.  If
+        set, the residual must be on a GPU, with a width that `can_round_norm` accepts."""
         if rounding is not None and not isinstance(delta, NormedOutputs):
             arguments = (sum_if_unsummed(delta), residual, self.weight, self.eps, rounding)
             total, norm, rounded = rounded_norm.triton(*arguments, return_norm=True)

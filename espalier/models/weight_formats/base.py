@@ -21,7 +21,7 @@ from espalier.shards import RankPart
 
 
 class Weight(ABC):
-    """A matrix [out, in].  nbytes: the bytes of the matrix's tensors in memory.
+    """A matrix [out, in].  format: the name of its storage format.  nbytes: the bytes of its tensors in memory.
     A subclass implements `apply`, and overrides other products for which it has faster kernels.  If `rounding` is not
     None, `apply`, `partial_sums` and `gated` also take RoundedRows, inputs that a norm has quantised in this way."""
 
@@ -62,7 +62,7 @@ class Weight(ABC):
     def gated(
         self, x: Any, bias: Tensor | None, activation: Activation = SILU, rounding: InputScales | None = None
     ) -> Any:
-        """Returns the activation of the product; see Linear.gated."""
+        """Returns the activation of apply(x).  The weight stacks gate and up if the activation has a gate."""
         return gated_activation(self.apply(x, bias), activation)
 
     @property

@@ -99,7 +99,7 @@ class Fp8Format(QuantisedFormat):
         (rows_per_scale, column_block), codes, scales = self.block_shape, tensors[""], tensors[STACK_SCALE_SUFFIX]
         assert rows_per_scale is not None and column_block is not None
         if codes.shape[1] % rows_per_scale:
-            # Experts begin inside blocks of the stacked rows.  So scales are repeated: one scale for each row.
+            # Some experts begin inside a block of the stacked rows.  So scales are repeated: one scale for each row.
             scales, rows_per_scale = scales.repeat_interleave(rows_per_scale, 1)[:, : codes.shape[1]].contiguous(), 1
         inputs = None if self.inputs is None else InputScales(self.group_size)
         return adapt_to_device(QuantisedMatrix("fp8", codes, scales, column_block, rows_per_scale, input_scales=inputs))
@@ -112,7 +112,7 @@ class Fp8Format(QuantisedFormat):
             return scales.repeat_interleave(lengths, 0).contiguous(), 1
         if len(row_counts) == 1 or not any(count % rows_per_scale for count in row_counts):
             return scales, rows_per_scale
-        # A matrix begins inside a block of the stacked rows.  So scales are repeated: one scale for each row.
+        # Some matrix begins inside a block of the stacked rows.  So scales are repeated: one scale for each row.
         num_blocks = [-(-count // rows_per_scale) for count in row_counts]
         row_scales = (
             part.repeat_interleave(rows_per_scale, 0)[:count]

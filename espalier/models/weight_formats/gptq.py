@@ -34,7 +34,8 @@ from espalier.models.weight_formats.quantised import (
 )
 from espalier.shards import RankPart
 
-# Adding this number to an int32 adds 1 to each nibble.  GPTQModel subtracts the number before saving, even from 0s.
+# In checkpoint_format "gptq", each int32 of zero points is stored minus this number, which is 1 for each nibble.
+# Adding the number to the whole int32 also undoes the borrows of nibbles that were 0.
 ONE_PER_NIBBLE = 0x11111111
 
 
@@ -42,7 +43,7 @@ ONE_PER_NIBBLE = 0x11111111
 class GptqFormat(QuantisedFormat):
     """A matrix in GPTQ's format.
     The tensors are qweight int32 [in / 8, out], qzeros int32 [in / group, out / 8], scales [in / group, out] and g_idx
-    int32 [in].
+    int32 [in].  group_size: the number of columns of a group; None if all columns are one group.
     zero_point_offset: what loading adds to stored zero points: 1 in checkpoint_format "gptq" (v1), 0 in "gptq_v2"."""
 
     group_size: int | None
