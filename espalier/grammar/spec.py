@@ -10,7 +10,7 @@ from espalier.errors import EspalierError, refuse_unknown_fields, require_text, 
 GrammarKind = Literal["json_object", "json_schema", "regex", "ebnf", "choice", "structural_tag"]
 KINDS: tuple[str, ...] = get_args(GrammarKind)
 # The processor time that all grammars of a decoding step (round) may take together.  Half of what they took in the
-# previous round counts too.  After this time the engine goes on without the grammars that took more than their share.
+# previous round counts too.  After this time the engine ends the requests whose grammars took more than their share.
 # Ordinary grammars take less than a fiftieth of this time.  A new request may have to wait for this time twice: in the
 # round that runs when the request arrives, and in the request's own first round.
 GRAMMAR_LIMIT_S = 0.125
