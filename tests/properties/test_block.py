@@ -12,7 +12,7 @@ from espalier.request import Request
 from espalier.startup import load
 from tests.block import FORMS, KINDS, block_directories
 from tests.harness import Ran, prompts, request, run
-from tests.pairwise import fewer, pairwise, rows_of
+from tests.pairwise import fewer, fewest_params, pairwise, rows_of
 from tests.properties import scenarios
 from tests.properties.block_setup import BlockSetup, block_reference_of
 from tests.properties.scenarios import asked
@@ -69,7 +69,8 @@ WIDEST = {"form": "dspark", "steps": 8, "nodes": 256, "page_size": 16, "family":
 CELLS = [*pairwise({**PRODUCT, **AROUND, **ARRAY}, too_many_nodes), WIDEST]
 
 
-@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: "-".join(map(str, cell.values())))
+# Pairs of sizes, and of what is around, meet in test_layouts.py.
+@pytest.mark.parametrize("cell", fewest_params(CELLS))
 def test_every_property_holds(cell):
     setup, requests = cell_setup(cell)
     run_watched(watched(setup), requests)

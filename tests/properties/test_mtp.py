@@ -15,7 +15,7 @@ from espalier.sampling.logit_processors import SamplingFeatures
 from espalier.startup import load
 from tests.harness import prompts, request, run
 from tests.mtp import mtp_directories
-from tests.pairwise import fewer, in_turn_params, pairwise, rows_of
+from tests.pairwise import fewer, fewest_params, in_turn_params, pairwise, rows_of
 from tests.properties import scenarios
 from tests.properties.mtp_setup import MTPSetup, mtp_reference_of
 from tests.properties.scenarios import asked
@@ -59,7 +59,8 @@ def cell_setup(cell: Mapping[str, Any]) -> tuple[MTPSetup, list[Request]]:
 CELLS = pairwise({**PRODUCT, **AROUND, "topk": (1, 4), "steps": (2, 5), "page_size": (1, 64)}, lambda cell: False)
 
 
-@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: "-".join(map(str, cell.values())))
+# Pairs of sizes, and of what is around, meet in test_layouts.py.
+@pytest.mark.parametrize("cell", fewest_params(CELLS))
 def test_every_property_holds(cell):
     setup, requests = cell_setup(cell)
     run_watched(watched(setup), requests)
