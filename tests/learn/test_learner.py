@@ -147,7 +147,8 @@ def test_a_draft_that_accepts_more_is_swapped_in_and_served_after_a_restart(tmp_
 
 
 @pytest.mark.parametrize(
-    ("given", "after", "is_back"), [pytest.param(3.0, 2.9, True, marks=pytest.mark.full), (3.0, float("nan"), True), (2.9, 3.0, False)]
+    ("given", "after", "is_back"),
+    [pytest.param(3.0, 2.9, True, marks=pytest.mark.full), (3.0, float("nan"), True), (2.9, 3.0, False)],
 )
 def test_the_given_draft_comes_back_where_it_accepts_more_of_new_traffic(given, after, is_back, tmp_path, caplog):
     caplog.set_level("INFO", "espalier")

@@ -116,11 +116,14 @@ def test_log_probabilities_of_a_cached_prompt_compute_rows_again(form):
     scenarios.ask_of_cached_prompts(watched, replace(SMALL, form=form))
 
 
+# That pages and requests are put back is the engine's: test_disturbed.py and test_states.py have it.
+@pytest.mark.full
 def test_pages_without_draft_rows_serve_no_draft():
     scenarios.opt_out(watched, SMALL)
 
 
-@two_forms
+@pytest.mark.full
+@pytest.mark.parametrize("form", ["dflash", "dspark"])
 def test_preempted_requests_are_as_if_undisturbed(form):
     scenarios.preempt(watched, replace(SMALL, form=form))
 

@@ -120,11 +120,14 @@ def test_one_request_in_a_bucket_of_eight(form):
     run_watched(watch, [asked(0, prompts(41, [2])[0], max_tokens=14)])
 
 
+# That pages and requests are put back is the engine's: test_disturbed.py and test_states.py have it.
+@pytest.mark.full
 def test_pages_without_draft_rows_serve_no_draft():
     scenarios.opt_out(watched, replace(SMALL, form=FORMS[1]))
 
 
-@pytest.mark.parametrize("form", [FORMS[1], pytest.param(FORMS[2], marks=pytest.mark.full)], ids=str)
+@pytest.mark.full
+@pytest.mark.parametrize("form", FORMS[1:], ids=str)
 def test_preempted_requests_are_as_if_undisturbed(form):
     scenarios.preempt(watched, replace(SMALL, form=form))
 

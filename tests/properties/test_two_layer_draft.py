@@ -235,7 +235,7 @@ def asked(index: int, prompt: list[int], **style: Any) -> Request:
 
 
 @disturbed
-@pytest.mark.parametrize("page_size", [1, 3])
+@pytest.mark.parametrize("page_size", [pytest.param(1, marks=pytest.mark.full), 3])
 def test_a_prefix_hit_is_entered_again_for_both_layers(page_size, reads, overlap):
     watch = watched(replace(SMALL, page_size=page_size, reads=reads, overlap=overlap))
     trunk = prompts(29, [9])[0]
