@@ -142,14 +142,7 @@ def test_mates_that_are_aborted(tree: str, overlap: bool) -> None:
             assert r.error is None
 
 
-# How a prompt is cut does not depend on the tree: one with a window.
-@pytest.mark.parametrize(
-    "tree",
-    [
-        pytest.param(tree, id=name, marks=() if tree.window else pytest.mark.full)
-        for tree, name in zip(TREES, TREE_IDS, strict=True)
-    ],
-)
+@some_trees
 def test_chunked_equals_whole(tree: Setup) -> None:
     """The longest chunks and the shortest, for every length around a chunk's and a page's end."""
     lengths = (1, 15, 16, 17, 32, 33, 40, 41, 65)
