@@ -5,7 +5,6 @@ import subprocess
 import sys
 from collections import Counter
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -26,8 +25,6 @@ def test_a_key_stands_for_a_start_of_whole_pages():
     assert len(prefix_hashes(range(16 * MAX_HASHED_PAGES + 64), 16)) == MAX_HASHED_PAGES
 
 
-# A process draws its seed, so the keys above are of another one at every run.
-@pytest.mark.full
 def test_keys_are_equal_in_every_process():
     code = (
         "from espalier.serve_ray.replica_chooser import prefix_hashes; print(prefix_hashes(list(range(100, 180)), 16))"
