@@ -82,6 +82,25 @@ def in_turn_params(*factors: Sequence[Any]) -> list[Any]:
     ]
 
 
+def fewest_params(cells: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """Cells by their factors, for pytest.mark.parametrize.  As few stay as hold every value of every factor; all others
+    have the marker `full`.
+
+    For the array of what another test's array covers pair by pair.
+    """
+    missing = {(name, str(value)) for cell in cells for name, value in cell.items()}
+    kept = set()
+    while missing:
+        held = [missing & {(name, str(value)) for name, value in cell.items()} for cell in cells]
+        at = max(range(len(cells)), key=lambda i: len(held[i]))
+        kept.add(at)
+        missing -= held[at]
+    return [
+        pytest.param(cell, marks=() if i in kept else pytest.mark.full, id=cell_id(list(cell.values())))
+        for i, cell in enumerate(cells)
+    ]
+
+
 def fewer(cases: Iterable[Any], is_usual: Callable[..., bool]) -> list[Any]:
     """The cases, for pytest.mark.parametrize; those whose values are not usual have the marker `full`."""
     marked = []

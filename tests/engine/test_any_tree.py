@@ -151,7 +151,7 @@ def test_on_a_gpu_every_tree_of_a_bucket_is_a_graph(monkeypatch: pytest.MonkeyPa
     assert engine.scheduler.round_trees.num_rounds.total() == len(chooser.picked)
 
 
-@pytest.mark.parametrize("algorithm", ["eagle3", "ngram"])
+@pytest.mark.parametrize("algorithm", ["eagle3", pytest.param("ngram", marks=pytest.mark.full)])
 def test_on_a_gpu_rounds_of_which_nobody_speculates_are_graphs_without_a_draft(
     monkeypatch: pytest.MonkeyPatch, algorithm: str
 ) -> None:

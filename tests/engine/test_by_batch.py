@@ -77,8 +77,8 @@ def by_one_tree(algorithm: str) -> list[list[int]]:
 
 
 def test_few_pages_preemptions_and_aborts_change_nothing():
-    engine = replace(SETUP, num_pages=34, overlap=True, max_context=64).engine()
-    random, requests = Random(3), mixed(14, max_tokens=22)
+    engine = replace(SETUP, num_pages=28, overlap=True, max_context=64).engine()
+    random, requests = Random(3), mixed(10, max_tokens=16)
     for r in requests:
         engine.add(r)
         for _ in range(random.randint(0, 3)):

@@ -16,6 +16,7 @@ from espalier.layout import PLAIN_TREE, TreeShape, next_bucket
 from espalier.startup.tree_cost import smaller_trees
 from espalier.startup.tree_policy import tree_sets
 from tests.engine.test_tree_choice import COSTS, TREE, layout_of
+from tests.pairwise import in_turn_params
 
 LAYOUT = layout_of(tree_sets(TREE, COSTS, 96))
 CANDIDATES = (TREE, *smaller_trees(TREE, COSTS.weights), PLAIN_TREE)
@@ -108,8 +109,7 @@ class Texts:
         return (places - first).sum() / (rounds * self.seconds(tree))
 
 
-@pytest.mark.parametrize("batch", [1, 16, 64])
-@pytest.mark.parametrize("is_aligned", [False, True])
+@pytest.mark.parametrize(("is_aligned", "batch"), in_turn_params([False, True], [1, 16, 64]))
 def test_where_skills_change_the_chosen_trees_are_as_fast_as_the_best_fixed_one(batch: int, is_aligned: bool) -> None:
     """Trees that differ by some 5% are not told apart: each meets another mix of places, since it leaves the places
     where it is good sooner."""

@@ -30,7 +30,7 @@ GRAPHS, EAGER = 3, 0
 @pytest.mark.parametrize(
     ("algorithm", "temperature", "graph_batch", "overlap", "who"),
     [
-        ("eagle3", 0.0, GRAPHS, True, "most"),
+        pytest.param("eagle3", 0.0, GRAPHS, True, "most", marks=pytest.mark.full),
         pytest.param("eagle3", 1.2, GRAPHS, True, "all", marks=pytest.mark.full),
         pytest.param("eagle3", 1.2, GRAPHS, False, "most", marks=pytest.mark.full),
         ("eagle3", 1.2, EAGER, True, "all"),

@@ -70,6 +70,6 @@ class PoisonedTraffic(SymbolicTraffic):
 
 
 TestSymbolicTraffic = SymbolicTraffic.TestCase
-TestSymbolicTraffic.settings = settings(max_examples=40, stateful_step_count=50)
+TestSymbolicTraffic.settings = settings(max_examples=25, stateful_step_count=50)
 TestPoisonedTraffic = PoisonedTraffic.TestCase
-TestPoisonedTraffic.settings = settings(max_examples=20, stateful_step_count=40)
+TestPoisonedTraffic.settings = settings(max_examples=12, stateful_step_count=40)

@@ -72,7 +72,7 @@ class ModelTraffic(Traffic):
 
 
 TestTraffic = ModelTraffic.TestCase
-TestTraffic.settings = settings(max_examples=7, stateful_step_count=30)
+TestTraffic.settings = settings(max_examples=4, stateful_step_count=30)
 
 
 @pytest.mark.full

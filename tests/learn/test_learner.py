@@ -147,7 +147,8 @@ def test_a_draft_that_accepts_more_is_swapped_in_and_served_after_a_restart(tmp_
 
 
 @pytest.mark.parametrize(
-    ("given", "after", "is_back"), [(3.0, 2.9, True), (3.0, float("nan"), True), (2.9, 3.0, False)]
+    ("given", "after", "is_back"),
+    [pytest.param(3.0, 2.9, True, marks=pytest.mark.full), (3.0, float("nan"), True), (2.9, 3.0, False)],
 )
 def test_the_given_draft_comes_back_where_it_accepts_more_of_new_traffic(given, after, is_back, tmp_path, caplog):
     caplog.set_level("INFO", "espalier")
@@ -170,7 +171,7 @@ def test_the_given_draft_comes_back_where_it_accepts_more_of_new_traffic(given, 
         assert (learning.answer([1, 2, 0]).stats == of_given.stats) == is_back, "also after a restart"
 
 
-@pytest.mark.parametrize("gain", [-0.5, 0.01, float("nan")])
+@pytest.mark.parametrize("gain", [pytest.param(-0.5, marks=pytest.mark.full), 0.01, float("nan")])
 def test_a_draft_that_does_not_accept_more_is_not_used(gain, tmp_path):
     code = COPIES.format(made=str(made(tmp_path, 2.0, 2.0 + gain)))
     with Learning(tmp_path / "learn", code) as learning:

@@ -14,6 +14,7 @@ from espalier.startup.checkpoints import BUNDLED, find_draft, find_target
 from tests.checkpoints import load_pair
 from tests.learn.pair import draft, engine
 from tests.pages import check_pages
+from tests.pairwise import in_turn_params
 
 PROMPTS = [[1, 2, 3], [7, 9, 4, 13, 12, 2, 2], [5] * 40]
 PARAMS = [SamplingParams(temperature=t, max_tokens=40, ignore_eos=True, seed=3) for t in (0.0, 1.0, 0.7)]
@@ -55,7 +56,7 @@ def expected():
         return run(plain)[0]
 
 
-@pytest.mark.parametrize(("overlap", "every"), [(False, 1), (True, 1), (True, 3)])
+@pytest.mark.parametrize(("overlap", "every"), [(False, 1), pytest.param(True, 1, marks=pytest.mark.full), (True, 3)])
 def test_no_token_changes_while_drafts_are_swapped(overlap, every, expected):
     swaps = []
 
@@ -79,8 +80,9 @@ def test_a_swapped_draft_guesses_like_one_that_was_loaded_at_start():
         assert run(llm) == before
 
 
-@pytest.mark.parametrize("algorithm", ["eagle3", "mtp", "block"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("algorithm", "dtype"), in_turn_params(["eagle3", "mtp", "block"], [torch.float32, torch.bfloat16])
+)
 def test_every_tensor_of_a_draft_is_the_new_ones(algorithm, dtype, tmp_path):
     """Also what is packed for the CPU, stacked, or computed from the weights."""
     directory = find_draft(BUNDLED, algorithm)

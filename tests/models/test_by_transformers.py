@@ -36,6 +36,7 @@ from tests.checkpoints import edit_config
 from tests.harness import directories
 from tests.models.reference import load_reference, reference_logits
 from tests.oracles.dense import DensePass
+from tests.pairwise import in_turn_params
 
 LENGTH = 12
 LOADING: dict[str, Any] = {"dtype": torch.float32, "device": "cpu", "position_rows": 64, "model_impl": "transformers"}
@@ -133,8 +134,9 @@ def test_few_heads_and_small_ones_are_no_reason_to_refuse(kind: str, heads: int,
     probe_tiny_model(tiny_model(model_class, tiny_config(config)))
 
 
-@pytest.mark.parametrize("captures_last", [False, True])
-@pytest.mark.parametrize("family", ["llama", "gemma3", "phi3", "starcoder2"])
+@pytest.mark.parametrize(
+    ("family", "captures_last"), in_turn_params(["llama", "gemma3", "phi3", "starcoder2"], [False, True])
+)
 def test_logits_and_captured_inputs(family: str, captures_last: bool) -> None:
     path, _ = directories(family)
     capture = (3, 0) if captures_last else (2, 0)
@@ -310,7 +312,7 @@ def test_only_what_computes_the_same_is_replaced(mlp: type) -> None:
     assert stacked == {}
 
 
-@pytest.mark.parametrize("is_sparse", [False, True])
+@pytest.mark.parametrize("is_sparse", [pytest.param(False, marks=pytest.mark.full), True])
 def test_modules_that_the_tiny_model_lacks_are_not_replaced(is_sparse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gemma 3n may have an MLP of another kind in a late layer.  The tiny model has that layer; here it is left out."""
 

@@ -12,7 +12,7 @@ from espalier.request import Request
 from espalier.startup import load
 from tests.block import FORMS, KINDS, block_directories
 from tests.harness import Ran, prompts, request, run
-from tests.pairwise import fewer, pairwise, rows_of
+from tests.pairwise import fewer, fewest_params, pairwise, rows_of
 from tests.properties import scenarios
 from tests.properties.block_setup import BlockSetup, block_reference_of
 from tests.properties.scenarios import asked
@@ -69,7 +69,8 @@ WIDEST = {"form": "dspark", "steps": 8, "nodes": 256, "page_size": 16, "family":
 CELLS = [*pairwise({**PRODUCT, **AROUND, **ARRAY}, too_many_nodes), WIDEST]
 
 
-@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: "-".join(map(str, cell.values())))
+# Pairs of sizes, and of what is around, meet in test_layouts.py.
+@pytest.mark.parametrize("cell", fewest_params(CELLS))
 def test_every_property_holds(cell):
     setup, requests = cell_setup(cell)
     run_watched(watched(setup), requests)
@@ -115,11 +116,14 @@ def test_log_probabilities_of_a_cached_prompt_compute_rows_again(form):
     scenarios.ask_of_cached_prompts(watched, replace(SMALL, form=form))
 
 
+# That pages and requests are put back is the engine's: test_disturbed.py and test_states.py have it.
+@pytest.mark.full
 def test_pages_without_draft_rows_serve_no_draft():
     scenarios.opt_out(watched, SMALL)
 
 
-@two_forms
+@pytest.mark.full
+@pytest.mark.parametrize("form", ["dflash", "dspark"])
 def test_preempted_requests_are_as_if_undisturbed(form):
     scenarios.preempt(watched, replace(SMALL, form=form))
 

@@ -159,14 +159,14 @@ ALSO_OF_OTHER_DRAFTS = (
 SETUPS = {
     "fp8": IN_FP8,
     "latent": LATENT,
-    "chain": CHAIN,
-    "target": READS_TARGET,
-    "shared": SHARED,
     "own text": OWN_TEXT,
-    # Theirs hold in test_block.py, test_states.py and test_selection.py too.
+    # Theirs hold in test_mtp.py, test_shared_rows.py, test_block.py, test_states.py and test_selection.py too.
     **{
         name: pytest.param(setup, marks=pytest.mark.full)
         for name, setup in {
+            "chain": CHAIN,
+            "target": READS_TARGET,
+            "shared": SHARED,
             "block": BLOCK,
             "edges": EDGES,
             "recurrent": RECURRENT,

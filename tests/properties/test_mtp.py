@@ -15,7 +15,7 @@ from espalier.sampling.logit_processors import SamplingFeatures
 from espalier.startup import load
 from tests.harness import prompts, request, run
 from tests.mtp import mtp_directories
-from tests.pairwise import fewer, in_turn_params, pairwise, rows_of
+from tests.pairwise import fewer, fewest_params, in_turn_params, pairwise, rows_of
 from tests.properties import scenarios
 from tests.properties.mtp_setup import MTPSetup, mtp_reference_of
 from tests.properties.scenarios import asked
@@ -59,7 +59,8 @@ def cell_setup(cell: Mapping[str, Any]) -> tuple[MTPSetup, list[Request]]:
 CELLS = pairwise({**PRODUCT, **AROUND, "topk": (1, 4), "steps": (2, 5), "page_size": (1, 64)}, lambda cell: False)
 
 
-@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: "-".join(map(str, cell.values())))
+# Pairs of sizes, and of what is around, meet in test_layouts.py.
+@pytest.mark.parametrize("cell", fewest_params(CELLS))
 def test_every_property_holds(cell):
     setup, requests = cell_setup(cell)
     run_watched(watched(setup), requests)
@@ -119,11 +120,14 @@ def test_one_request_in_a_bucket_of_eight(form):
     run_watched(watch, [asked(0, prompts(41, [2])[0], max_tokens=14)])
 
 
+# That pages and requests are put back is the engine's: test_disturbed.py and test_states.py have it.
+@pytest.mark.full
 def test_pages_without_draft_rows_serve_no_draft():
     scenarios.opt_out(watched, replace(SMALL, form=FORMS[1]))
 
 
-@pytest.mark.parametrize("form", [FORMS[1], pytest.param(FORMS[2], marks=pytest.mark.full)], ids=str)
+@pytest.mark.full
+@pytest.mark.parametrize("form", FORMS[1:], ids=str)
 def test_preempted_requests_are_as_if_undisturbed(form):
     scenarios.preempt(watched, replace(SMALL, form=form))
 

@@ -75,10 +75,13 @@ def test_prefix_hits_are_entered_again():
     assert sum(r.cached_tokens for r in requests) >= 80
 
 
+# That pages and requests are put back is the engine's: test_disturbed.py and test_states.py have it.
+@pytest.mark.full
 def test_pages_without_draft_rows_serve_no_draft():
     scenarios.opt_out(watched, SMALL)
 
 
+@pytest.mark.full
 def test_preempted_requests_are_as_if_undisturbed():
     scenarios.preempt(watched, SMALL)
 

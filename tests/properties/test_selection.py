@@ -11,7 +11,7 @@ import pytest
 from espalier.layout import TreeShape
 from espalier.request import Request
 from tests.harness import Setup, prompts
-from tests.pairwise import pairwise, rows_of
+from tests.pairwise import fewest_params, pairwise, rows_of
 from tests.properties import scenarios
 from tests.properties.layouts import reference_of
 from tests.properties.mtp_setup import MTPSetup, mtp_reference_of
@@ -55,7 +55,8 @@ ARRAY = {"chosen": (1, 8), "tree": (TREES[0], TREES[2]), "page_size": (1, 64)}
 CELLS = pairwise({**PRODUCT, **AROUND, **ARRAY}, lambda cell: False)
 
 
-@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: "-".join(map(str, cell.values())))
+# Pairs of sizes, and of what is around, meet in test_layouts.py.
+@pytest.mark.parametrize("cell", fewest_params(CELLS))
 def test_every_property_holds(cell):
     setup, requests = cell_setup(cell)
     run_watched(watched(setup), requests)

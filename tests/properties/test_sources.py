@@ -68,7 +68,7 @@ def told(setup: Setup, says: str, outputs: dict[str, list[int]], temperature: fl
 FULL = pytest.mark.full
 CASES = [
     pytest.param("eagle3", 0.0, id="eagle3-greedy", marks=FULL),
-    pytest.param("eagle3", 1.0, id="eagle3-sampled"),
+    pytest.param("eagle3", 1.0, id="eagle3-sampled", marks=FULL),
     pytest.param("eagle3", None, id="eagle3-styles"),
     pytest.param("ngram", 0.0, id="ngram-greedy"),
     pytest.param("ngram", 1.0, id="ngram-sampled", marks=FULL),

@@ -18,7 +18,7 @@ from espalier.request import Request, SamplingParams
 from tests.grammar.test_lossless import asked as in_grammars
 from tests.harness import Setup, prompts, request, run
 from tests.pages import check_pages
-from tests.pairwise import pairwise, rows_of
+from tests.pairwise import fewest_params, pairwise, rows_of
 from tests.properties import scenarios
 from tests.properties.layouts import reference_of
 from tests.properties.mtp_setup import MTPSetup, mtp_reference_of
@@ -97,7 +97,8 @@ def hold(cell: Mapping[str, Any]) -> list[Request]:
     return turns
 
 
-@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: "-".join(map(str, cell.values())))
+# Pairs of sizes, and of what is around, meet in test_layouts.py.
+@pytest.mark.parametrize("cell", fewest_params(CELLS))
 def test_every_property_holds(cell):
     turns = hold(cell)
     if cell["num_snapshots"] == 12 and cell["page_size"] < 64:

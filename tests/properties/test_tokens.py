@@ -145,7 +145,8 @@ def test_native_and_transformers_give_the_same(family):
         assert [e.logprob for e in a.logprobs] == pytest.approx([e.logprob for e in b.logprobs], abs=1e-4)
 
 
-@pytest.mark.parametrize("algorithm", ["eagle3", pytest.param("ngram", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("algorithm", ["eagle3", "ngram"])
 def test_a_batch_of_many_is_many_batches_of_one(algorithm):
     setup = replace(TREE, algorithm=algorithm)
     together, rounds = traced_mix(algorithm)

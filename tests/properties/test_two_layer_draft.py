@@ -37,7 +37,7 @@ from tests.checkpoints import load_pair
 from tests.folders import new_folder
 from tests.harness import CPU, DTYPE, MAX_POSITIONS, Setup, directories, prompts, request, run
 from tests.oracles.reference_round import Reference
-from tests.pairwise import pairwise
+from tests.pairwise import fewest_params, pairwise
 from tests.properties.layouts import AROUND, Cell, impossible
 from tests.properties.watch import PROPOSAL, Watch, run_watched
 
@@ -217,7 +217,8 @@ FACTORS = {
 }
 
 
-@pytest.mark.parametrize("row", pairwise(FACTORS, impossible), ids=lambda row: "-".join(map(str, row.values())))
+# Pairs of sizes, and of what is around, meet in test_layouts.py.
+@pytest.mark.parametrize("row", fewest_params(pairwise(FACTORS, impossible)))
 def test_every_property_holds(row: dict[str, Any]):
     reads, cell = row["reads"], Cell(**{name: value for name, value in row.items() if name != "reads"})
     run_watched(watched(ToySetup(**{**vars(cell.setup), "algorithm": NAME, "reads": reads})), cell.traffic)
@@ -234,7 +235,7 @@ def asked(index: int, prompt: list[int], **style: Any) -> Request:
 
 
 @disturbed
-@pytest.mark.parametrize("page_size", [1, 3])
+@pytest.mark.parametrize("page_size", [pytest.param(1, marks=pytest.mark.full), 3])
 def test_a_prefix_hit_is_entered_again_for_both_layers(page_size, reads, overlap):
     watch = watched(replace(SMALL, page_size=page_size, reads=reads, overlap=overlap))
     trunk = prompts(29, [9])[0]

@@ -183,11 +183,12 @@ def test_openais_client_runs_batches(served, client):
             client.files.retrieve(id)
 
 
-def test_a_line_may_wait_longer_than_another_request(tmp_path):
-    with serving(tmp_path, "--request-timeout", "0.2", "--batch-dir", str(tmp_path / "kept"), copied=True) as served:
-        assert served.request(DEFAULT_URLS[1], LONG)[0] == 504
-        client = openai.OpenAI(base_url=f"{served.base}/v1", api_key="none")
-        file, _ = upload(client, [line(1, body=LONG)])
+def test_a_line_may_wait_longer_than_another_request(tmp_path, client):
+    body = LONG | {"max_tokens": 200}
+    with serving(tmp_path, "--request-timeout", "0.05", "--batch-dir", str(tmp_path / "kept"), copied=True) as served:
+        assert served.request(DEFAULT_URLS[1], body)[0] == 504
+        client = client.with_options(base_url=f"{served.base}/v1")
+        file, _ = upload(client, [line(1, body=body)])
         done = ended(
             client, client.batches.create(input_file_id=file.id, endpoint=DEFAULT_URLS[1], completion_window="24h")
         )

@@ -13,6 +13,7 @@ from espalier.request import SamplingParams
 from espalier.speculate import round
 from espalier.speculate.drafters import path_merging
 from tests.harness import Setup, prompts, request
+from tests.pairwise import in_turn_params
 
 SETUP = Setup(steps=3, topk=2, num_draft_tokens=8, page_size=3, max_batch=3)
 SHARED = replace(SETUP, num_text_paths=2, num_sent_paths=2, shared_rows=3)
@@ -50,8 +51,9 @@ def watched(right):
     return verb
 
 
-@pytest.mark.parametrize("algorithm", ["eagle3", "ngram", "none", "shared", "alone"])
-@pytest.mark.parametrize("attention", ["reference", "sdpa"])
+@pytest.mark.parametrize(
+    ("algorithm", "attention"), in_turn_params(["eagle3", "ngram", "none", "shared", "alone"], ["reference", "sdpa"])
+)
 def test_drafters_and_backends_do_not_wait(algorithm, attention, monkeypatch):
     """shared: sources beside a draft, and rows that are shared out; alone: sources without a draft pass."""
     sourced = algorithm in ("shared", "alone")

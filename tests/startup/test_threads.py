@@ -66,7 +66,7 @@ def test_an_engine_takes_what_was_chosen_and_says_so(monkeypatch, variable, sett
         ("", {}, cores.SHORT_SPIN_COUNT),
         ("", {cores.SPIN_COUNT_VARIABLE: "7"}, "7"),
         ("", {cores.WAIT_POLICY_VARIABLE: "active"}, None),
-        ("import torch", {}, None),
+        ("import sys, types; sys.modules['torch'] = types.ModuleType('torch')", {}, None),
     ],
     ids=["default", "own count", "own policy", "PyTorch before"],
 )

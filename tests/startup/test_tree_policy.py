@@ -5,7 +5,7 @@ import logging
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from espalier.config import EngineConfig, SpeculationConfig
@@ -173,6 +173,7 @@ def test_a_named_tree_is_not_dropped_in_silence(tree, max_batch, level, caplog):
     assert bool(found.layout.trees) == (max_batch > 1)
 
 
+@settings(max_examples=settings.default.max_examples // 2)
 @given(
     configured=st.sampled_from(
         [TreeShape(5, 4, 16), WIDE, TreeShape(5, 8, 256), TreeShape(3, 1, 4), TreeShape(1, 1, 2)]
