@@ -69,6 +69,7 @@ class ExpertSizes:
     """The sizes of a model's mixture-of-experts layers.
 
     shape: the experts' sizes in one layer.  shared_size: the shared expert's intermediate size, 0 for no shared expert.
+    has_shared_gate: whether a learned gate scales the shared expert's output.
     fuses_shared: whether the launches of the routed experts also compute the shared expert, if it is not quantised and
     the pass has few rows (espalier/models/layers/mlp.py).  has_biases, activation: of the routed experts."""
 
@@ -83,8 +84,8 @@ class ExpertSizes:
 
 @dataclass(frozen=True)
 class RoutedExperts:
-    """The experts of a router.  weight_format: see ProductGroup.  mean_active_experts: how many experts of a layer get
-    rows, on average over passes; None for as many as with uniform routing."""
+    """The experts that a router chooses from.  weight_format: see ProductGroup.  mean_active_experts: how many experts
+    of a layer get rows, on average over passes; None for as many as with uniform routing."""
 
     sizes: ExpertSizes
     weight_format: str = DENSE
@@ -113,8 +114,8 @@ class MTPSizes:
 
 @dataclass(frozen=True)
 class BlockSizes:
-    """The sizes of a block draft.  layers_shape: the sizes of all its layers.  block_rows: the rows of its one
-    pass, for each request.  markov_rank, markov_head_type: see BlockConfig."""
+    """The sizes of a block draft.  layers_shape: the sizes of all its layers.  block_rows: the rows of the draft's
+    only pass, for each request.  markov_rank, markov_head_type: see BlockConfig."""
 
     layers_shape: "ModelShape"
     block_rows: int
@@ -216,7 +217,7 @@ class ModelShape:
         return (*layers, self._own_lm_head(batch * steps), *edges)
 
     def extend_passes(self, rows: int) -> tuple[ProductGroup, ...]:
-        """Returns a draft's products for `rows` accepted tokens, without lm_head: of a block draft, only K and V."""
+        """Returns a draft's products for `rows` accepted tokens, without lm_head.  A block draft only makes K and V."""
         if self.block is not None:
             return (self._fusion_product(self.block.layers_shape, rows), *self.block.context_products(rows))
         passes = [self.draft_pass(rows, 0, rows, module) for module in range(1, self.num_draft_modules + 1)]
@@ -434,11 +435,11 @@ def with_draft(target: ModelShape, draft: DraftConfig, weight_format: str = DENS
         module = replace(module_sizes(draft), weight_format=weight_format, is_draft=True)
         return replace(target, mtp=MTPSizes(spec.num_modules, module))
     layer = replace(model_sizes(draft.layer), weight_format=weight_format, is_draft=True)
-    sizes: dict[str, Any] = {"draft": layer}
+    draft_fields: dict[str, Any] = {"draft": layer}
     if isinstance(draft, BlockConfig):
-        sizes = {"block": BlockSizes(layer, spec.block_rows, draft.markov_rank, draft.markov_head_type)}
-    sizes |= {"draft_vocab_size": spec.vocab_size, "num_captured_layers": len(spec.captured_layers)}
-    return replace(target, **sizes)
+        draft_fields = {"block": BlockSizes(layer, spec.block_rows, draft.markov_rank, draft.markov_head_type)}
+    draft_fields |= {"draft_vocab_size": spec.vocab_size, "num_captured_layers": len(spec.captured_layers)}
+    return replace(target, **draft_fields)
 
 
 def shape_named(name: str, weight_format: str = DENSE, draft_weight_format: str = DENSE) -> ModelShape:

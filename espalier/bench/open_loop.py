@@ -55,7 +55,8 @@ DEFAULT_FLAGS: Mapping[str, Any] = MappingProxyType(
 
 @dataclass(frozen=True)
 class LatencyLimits:
-    """Limits in ms; None for no limit.  ttft: of the time to the first token.  itl: of the mean time between tokens."""
+    """Limits in ms; None for no limit.  ttft: for the time to the first token.  itl: for the mean time between two
+    tokens of a request."""
 
     ttft: float | None
     itl: float | None

@@ -264,7 +264,8 @@ GPT_OSS_20B = {
     "pad_token_id": 199999,
 }
 # The sizes of both Gemma 4 models are from public loaders that read the published files.  The 31B model has 50 layers
-# with sliding windows and 10 with full attention.  The 26B-A4B model has 25 and 5, and 128 experts in each layer.
+# with sliding windows and 10 with full attention.  The 26B-A4B model has 25 with sliding windows and 5 with full
+# attention, and 128 experts in each layer.
 GEMMA4_31B = {
     **GEMMA4_FIELDS,
     "vocab_size": 262144,

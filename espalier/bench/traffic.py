@@ -97,5 +97,5 @@ def messages_until_turn(conversation: Conversation, answers: Sequence[str]) -> l
 
 
 def plain_prompt(conversation: Conversation, answers: Sequence[str]) -> str:
-    """Returns the messages of messages_until_turn as one text, for a model without a chat template."""
+    """Returns the conversation up to the next user's turn as one text, for a model without a chat template."""
     return " ".join(filter(None, (message["content"] for message in messages_until_turn(conversation, answers))))

@@ -67,8 +67,9 @@ def activation_of(shape: ExpertsShape) -> Activation:
 
 
 class ChainInputs:
-    """The inputs of a chain of calls with `num_rows` rows each.  Calls use different experts while unused experts
-    remain.  num_calls: None for as many as take long enough to be timed.  active_experts: see random_expert_ids."""
+    """The inputs of a chain of calls of an expert layer, each with `num_rows` rows.  Calls use different experts while
+    unused experts remain.  num_calls: None for as many as take long enough to be timed.  active_experts: see
+    random_expert_ids."""
 
     def __init__(
         self,

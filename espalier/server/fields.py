@@ -80,7 +80,7 @@ SCALAR_TYPES = frozenset((int, float, bool, type(None)))
 
 
 def max_entries(max_count: int) -> BeforeValidator:
-    """Returns a pydantic check that refuses an object with too many entries.  FAIL_FAST works only for lists."""
+    """Returns a pydantic check that refuses a dict with too many entries.  (FAIL_FAST works only for lists.)"""
 
     def check_count(value: Any) -> Any:
         if isinstance(value, dict) and len(value) > max_count:

@@ -58,7 +58,7 @@ class SubmittedPrompt(msgspec.Struct):
     private: bool = False
 
     def for_prompts(self, prompts: Sequence[list[int]], first_number: int) -> "list[SubmittedPrompt]":
-        """Returns a copy for each prompt.  A copy's name ends with the prompt's number, from `first_number`."""
+        """Returns a copy for each prompt.  A copy's name ends with its number; the first is `first_number`."""
         names_and_prompts = ((f"{self.name}-{number}", prompt) for number, prompt in enumerate(prompts, first_number))
         return [msgspec.structs.replace(self, name=name, prompt=prompt) for name, prompt in names_and_prompts]
 

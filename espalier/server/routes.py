@@ -32,7 +32,7 @@ Frontends = ModelFrontend | MultiModelFrontend
 _TEXT_ONLY_REASON = "this server only generates text"
 _STATELESS_REASON = "the server stores nothing between requests"
 _NO_BATCH_DIR = "this server has no place for files and batches; start it with --batch-dir DIR"
-# For the error message: why a path of OpenAI's API is not served.  A key is the beginning of such paths.
+# For the error message: {the beginning of a path of OpenAI's API: why this server has no such paths}.
 REFUSED_PATHS = {
     "/v1/embeddings": _TEXT_ONLY_REASON,
     "/v1/responses/": "the server does not store responses",

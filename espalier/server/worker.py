@@ -293,13 +293,13 @@ def _exit_with_api_server(api_server_pid: int, socket_path: Path) -> Iterator[No
     """During the block, which may load for minutes, ends this process soon after the API server has ended."""
     is_over = threading.Event()
 
-    def watch() -> None:
+    def watch_api_server() -> None:
         while not is_over.wait(API_SERVER_CHECK_MS / 1000):
             if os.getppid() != api_server_pid:
                 _remove_socket(socket_path)
                 os._exit(EXIT_FAILED)
 
-    threading.Thread(target=watch, daemon=True).start()
+    threading.Thread(target=watch_api_server, daemon=True).start()
     try:
         yield
     finally:

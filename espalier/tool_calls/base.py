@@ -124,7 +124,7 @@ class CallWriter:
 def read_call(
     reader: TextReader, writer: DeltaWriter, opening_marker: str, read_body: Callable[[CallWriter], Steps[None]]
 ) -> Steps[bool]:
-    """Read one call, and return whether the call could be parsed.  If not, its whole text is written as content.
+    """Read one call, and return whether the call could be parsed.  If not, the call's whole text becomes content.
 
     opening_marker: the text of the call that was already read.  read_body: reads the rest of the call.
     """

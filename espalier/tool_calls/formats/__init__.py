@@ -9,8 +9,8 @@ from espalier.errors import EspalierError
 from espalier.tool_calls.base import MISTRAL_REASONING, THINK_REASONING, ReasoningFormat, ToolFormat
 from espalier.tool_calls.formats import deepseek, harmony, llama, mistral, tagged
 
-# A chat template gets the first format in this order whose template_signs are all in the template.  So a format comes
-# before formats that have only a part of its signs.
+# A chat template gets the first format in this order whose template_signs are all in the template.  So a format with
+# more signs comes before a format with only some of these signs.
 _TOOL_FORMATS = (
     harmony.TOOL_FORMAT,
     tagged.GLM_FORMAT,
