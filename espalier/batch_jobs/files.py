@@ -159,7 +159,7 @@ def custom_id_of(line_bytes: bytes) -> str | None:
 
 
 def id_prefix(digest: str) -> str:
-    """Returns the start of a request's id; the line number follows.  digest: InputScan.digest."""
+    """Returns the part of a request's id before the line number.  digest: InputScan.digest."""
     return f"batch_req_{digest}_"
 
 

@@ -277,8 +277,8 @@ def _round_ms(engine: Engine, batch_size: int, timed_batches: TimedBatches, stat
 def fastest_trees(tree_times: Sequence[TreeTime]) -> dict[int, TreeTime]:
     """Returns the fastest tree at each batch size; of equally fast trees the first one.
 
-    TARGET_ONLY (plain decoding that does not run the draft) is left out.  In a table of trees by batch size, the draft
-    must read all tokens, so that it can propose again when the batch gets smaller."""
+    TARGET_ONLY (plain decoding that does not run the draft) is left out, because the draft must read all tokens.  Only
+    then can it propose again when the batch gets smaller and the table names another tree."""
     fastest: dict[int, TreeTime] = {}
     for timed in (timed for timed in tree_times if timed.tree != TARGET_ONLY):
         if timed.batch_size not in fastest or timed.tokens_per_second > fastest[timed.batch_size].tokens_per_second:

@@ -376,7 +376,7 @@ class ModelShape:
         if self.mtp.has_own_heads:
             lm_head = self.vocab_size, self.hidden_size
             return self.mtp.layer_shape._product(f"draft {module} lm_head", lm_head, 1, rows)
-        # A shared head has the target head's name, so a chain of passes uses the same weight.
+        # Modules that share the target's lm_head use its name, so that all of them multiply with the same weight.
         return self._lm_head(rows)
 
     def _lm_head(self, rows: int) -> ProductGroup:

@@ -142,9 +142,9 @@ class Timeline:
 class LaunchTimes:
     """An observer of the engine that measures how a load's time is spent.  It also calls the engine's former observer.
 
-    seconds_by_kind: the seconds of "prefill", "rounds" and "idle".  A step counts for the kind of the launch whose
-    result it reads.  num_target_rows: rows (tokens) that the target computed, with the padding of prefill passes, but
-    without the padding of rounds."""
+    seconds_by_kind: the seconds of "prefill", "rounds" and "idle".  A launch is a prefill pass or a round that the GPU
+    runs.  A step counts for the kind of the launch whose result it reads.  num_target_rows: rows (tokens) that the
+    target computed, with the padding of prefill passes, but without the padding of rounds."""
 
     def __init__(self, engine: Engine) -> None:
         self.layout = engine.layout

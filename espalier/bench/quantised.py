@@ -75,28 +75,28 @@ class HiddenRecorder:
 
     def __init__(self, model: Any):
         self.model = model
-        self._launch_rows: list[Tensor] = []
+        self._pass_rows: list[Tensor] = []
         self._kept_rows: list[Tensor] = []
 
     def __call__(self, *args: Any) -> Any:
-        self._end_launch()
+        self._end_pass()
         return self.model(*args)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.model, name)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        self._launch_rows.append(hidden.flatten(0, -2))
+        self._pass_rows.append(hidden.flatten(0, -2))
         return self.model.logits(hidden)
 
-    def _end_launch(self) -> None:
-        # The last logits of a launch are not for prompt log-probabilities: the next token is sampled from them.
-        self._kept_rows += self._launch_rows[:-1]
-        self._launch_rows = []
+    def _end_pass(self) -> None:
+        # The last logits of a forward pass are not for prompt log-probabilities: the next token is sampled from them.
+        self._kept_rows += self._pass_rows[:-1]
+        self._pass_rows = []
 
     def take_hidden(self) -> Tensor:
         """Returns the rows [positions, H] that were kept since the last call, and drops them."""
-        self._end_launch()
+        self._end_pass()
         kept, self._kept_rows = self._kept_rows, []
         return torch.cat(kept)
 

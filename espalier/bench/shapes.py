@@ -33,8 +33,8 @@ DRAFT_HEAD_SIZE = 128
 @dataclass(frozen=True, eq=False)
 class Shape:
     """The sizes of a published model, and of a draft for it.  config_fields: the fields of its config.json.  The lab
-    makes synthetic targets of these sizes.  They emit only token ids from first_emitted_id to end_emitted_id - 1 that
-    are in the draft's vocabulary."""
+    makes synthetic targets of these sizes.  A synthetic target emits only those token ids from first_emitted_id to
+    end_emitted_id - 1 that are in the draft's vocabulary."""
 
     name: str
     hugging_face_id: str
@@ -65,8 +65,8 @@ class Shape:
     def draft_layer_fields(self) -> dict[str, Any]:
         """The config.json fields of a draft's layer: a Llama layer with the target's sizes.
 
-        A target with latent attention (MLA) has no K and V heads to copy.  Then the draft's heads have at most
-        DRAFT_HEAD_SIZE values, and there are at most a quarter as many key-value heads as query heads.
+        A target with latent attention (MLA) has no K and V heads whose sizes fit a draft.  For it, the draft's heads
+        have at most DRAFT_HEAD_SIZE values, and at most a quarter as many key-value heads as query heads are used.
         """
         config = self.target
         heads, kv_heads, head_size = config.heads, config.kv_heads, config.head_size

@@ -76,10 +76,11 @@ MIN_RELATIVE_GAIN = 0.002
 # For --seconds: the most candidate plans of a shape and bucket, the share of the time in which shapes are measured
 # alone, and the seconds that it takes to make the random weights of a pass.
 MAX_CANDIDATES_IN_LIMIT, ALONE_TIME_SHARE, WEIGHT_SETUP_SECONDS = 24, 0.75, 5
-# The first bucket is measured with this number of rows too, because its largest number of rows is 16 times as many.
+# The first bucket holds 1 to 16 rows.  So it is measured with the fewest rows (this number) too.
 MIN_ROWS = 1
 
-# Layers that may output partial sums, which the next kernel adds up, and layers whose output goes through a gate.
+# The layers of SUMMED_LAYERS may output partial sums, which the next kernel adds up.  The output of GATED_LAYERS goes
+# through a gate.
 SUMMED_LAYERS, GATED_LAYERS = ("qkv", "o", "down"), ("gate_up",)
 
 # The name of the baseline: {True: for dense weights, False: for quantised weights}.
@@ -358,6 +359,7 @@ class LinearTuner:
     def _pass_with_plan(
         self, groups: Groups, weights: Weights, measured: MeasuredPlans, plan: LinearPlan, table: PlanTable
     ) -> Callable[[], None]:
+        """Returns a function that runs a pass with `plan` for the measured shape, and with `table` for other shapes."""
         plans = {**table, (measured.shape, measured.num_rows): plan}
         return weights.make_pass(groups, _multiply_by_table(groups, plans, measured.num_rows))
 

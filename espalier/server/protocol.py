@@ -204,7 +204,8 @@ class Engines(Protocol):
 
     model_info: None before the engines are started.  state: "ready", or one word for why no engine is ready.
     unavailable_reason: this reason as a sentence; "" if an engine is ready.  num_slots: how many samples the engines
-    can run at once now.  max_slots: num_slots if the most engines run.  open_samples: how many samples wait or run.
+    can run at once now.  max_slots: num_slots when the largest number of engines runs.  open_samples: how many
+    samples wait or run.
     """
 
     @property
@@ -298,7 +299,7 @@ class Generation:
         if part.output.finish_reason is not None:
             self.num_running[part.name] -= 1
         if self.error is not None:
-            # Earlier parts may be missing because of the error, so this part is dropped too.
+            # The error may have lost earlier parts of the output, so this part is dropped too.
             return
         self.unread_outputs.append(part)
         if self.listener is None or self.has_ended:

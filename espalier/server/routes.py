@@ -2,7 +2,7 @@
 
 /openapi.json is for programs.  The page / shows how to call the endpoints, and the page /docs lists endpoints and
 fields.  Both pages load nothing else, so they work offline.  The pages need no API key, as a browser cannot send a key.
-If the server has a key, the pages name no model.
+If the server needs a key, the pages name no model.
 """
 
 import json
@@ -255,7 +255,7 @@ def openapi(endpoints: Sequence[Endpoint], names: Sequence[str]) -> dict[str, An
 def example_requests(frontends: Frontends, needs_key: bool) -> Iterator[tuple[str, str]]:
     """Yields example requests as (path, further arguments of curl).  The key is in the shell's ESPALIER_API_KEY."""
     yield "/v1/models", KEY_ARGUMENT if needs_key else ""
-    if needs_key:  # an example of a generation would name the model, which needs the key
+    if needs_key:  # other examples contain the model's name, which only clients with a key may see
         return
     frontend = frontends.frontend_for(frontends.names[0])
     path, fields = "/v1/completions", dict[str, Any](prompt="Hello")

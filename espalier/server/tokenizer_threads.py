@@ -80,7 +80,7 @@ class TokenizerThreads:
 
         work(InputProcessor, *values): returns the generator that makes the token ids (chat.RenderLoop).  The generator
         runs in the thread that `run` would choose.  It yields the arguments of a chat template, and is sent the text
-        that `render` returns for them.  size, field, errors: as in `run`.
+        that `render` returns for them.  size, field: as in `run`, and the same errors are raised.
         """
         steps: RenderLoop | None = None
 

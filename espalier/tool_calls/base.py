@@ -85,6 +85,7 @@ class CallWriter:
 
     @property
     def schema(self) -> Mapping[str, Any]:
+        """The JSON schema of the called tool's parameters."""
         return self.writer.schemas[self._name]
 
     def write_name(self, name: Any) -> None:

@@ -217,7 +217,7 @@ class _JsonEndFinder:
     _in_scalar: bool = False
 
     def scan(self, text: str) -> int:
-        """Returns how many characters of `text`, the next piece, belong to the value."""
+        """Returns how many characters of `text` belong to the value.  text: the next piece of the output."""
         for i, char in enumerate(text):
             if self._in_string:
                 self._in_string = self._escaped or char != '"'
