@@ -59,7 +59,7 @@ class ProductGroup:
 
 
 def value_bytes(weight_format: str) -> float:
-    """Returns the bytes of one value of a weight, and of its share of a group's scale.  Other scales do not count."""
+    """Returns the bytes of one value of a weight, and of its share of a group's scale.  FP8's scales do not count."""
     scales = {"int4": 2 / GROUP_SIZE, "nvfp4": 1 / NVFP4_GROUP_SIZE, "mxfp4": 1 / MXFP4_BLOCK_SIZE}
     return 0.5 + scales[weight_format] if weight_format in scales else 2 if weight_format == DENSE else 1
 

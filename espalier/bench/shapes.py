@@ -1,7 +1,7 @@
 """The sizes of published models by name, from their config.json files, for tuning without a checkpoint.
 
 Each model here has an untied lm_head, even if the published model shares the lm_head's weight with the embedding,
-because the lab's synthetic models need an untied one.  A pass costs the same, because the matrix has the same size.
+because the lab's synthetic models need an untied one.  A pass costs the same with a tied and an untied lm_head.
 """
 
 from collections.abc import Mapping

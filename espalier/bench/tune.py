@@ -73,8 +73,8 @@ NUM_MEASURED_IN_PASSES = 3
 MEASURED_LAYERS, NUM_SWEEPS = 8, 2
 # Smaller relative gains are noise.
 MIN_RELATIVE_GAIN = 0.002
-# For --seconds: the most candidate plans of a shape and bucket, the share of the time in which shapes are measured
-# alone, and the seconds that it takes to make the random weights of a pass.
+# Only with --seconds: at most so many candidate plans of a shape and bucket are measured, for this share of the time
+# shapes are measured alone, and for so many seconds before the end no random weights are made for another pass.
 MAX_CANDIDATES_IN_LIMIT, ALONE_TIME_SHARE, WEIGHT_SETUP_SECONDS = 24, 0.75, 5
 # The first bucket holds 1 to 16 rows.  So it is measured with the fewest rows (this number) too.
 MIN_ROWS = 1
@@ -402,8 +402,9 @@ def _repeated_products(x: Tensor, weights: Sequence[Matrix], plan: LinearPlan, n
 def _multiply_by_table(product_groups: Groups, table: PlanTable, rows: int) -> Multiply:
     """Returns a function that runs a product with its plan in `table`, and then the kernel that follows it in a layer.
 
-    After SUMMED_LAYERS, an add-and-norm kernel adds up the partial sums.  After qkv it stands for another kernel of the
-    engine, which rotates queries and keys.  A gate follows GATED_LAYERS.  Some plans fuse the gate with the product."""
+    After SUMMED_LAYERS, an add-and-norm kernel adds up the partial sums.  After qkv, the engine runs another kernel,
+    which rotates queries and keys; add-and-norm is timed in its place.  A gate follows GATED_LAYERS.  Some plans fuse
+    the gate with the product."""
     groups = SUMMED_LAYERS, GATED_LAYERS
     summed, gated = ({run.shape for run in product_groups if run.name.split()[-1] in names} for names in groups)
     norm_inputs: dict[Shape, tuple[Tensor, Tensor]] = {}

@@ -62,7 +62,7 @@ def random_experts(shape: ExpertsShape, dtype: torch.dtype, device: torch.device
 
 
 def activation_of(shape: ExpertsShape) -> Activation:
-    """Returns an activation that needs as many matrices as the experts have."""
+    """Returns an activation for experts with shape.num_matrices input matrices: 2 with a gate matrix, 1 without."""
     return SILU if shape.num_matrices == SILU.num_matrices else RELU2
 
 
@@ -182,7 +182,7 @@ class ExpertsTuner:
     def _measure_bucket(
         self, bucket: int, chains: Sequence[ChainInputs], gate_up: Tensor, down: Tensor
     ) -> list[MeasuredExperts]:
-        """Returns the measurements of one bucket, with the plan that is fastest over the chains' numbers of rows."""
+        """Returns the measurements of one bucket, all with one plan: the fastest over the chains' numbers of rows."""
         [shape] = {chain.shape for chain in chains}
         plans: list[ExpertsPlan] = []
         for tile_rows in TILE_ROWS_BY_PAIRS[bucket][1]:

@@ -115,8 +115,8 @@ class EngineReport(msgspec.Struct):
     rounds_by_bucket: (padded batch size, whether CUDA graphs exist for this size, number of rounds).  rounds_by_tree:
     (a tree's sizes as text, number of rounds).  tree_changes: how often another tree was chosen.  by_source: for each
     source of draft tokens, by its name: [tokens verified, accepted tokens that the scores predict, tokens accepted].
-    abort_steps: for each abort since the last report, the engine steps until the prompt's samples ended.  learn_stats:
-    None without online learning.
+    low_acceptance: whether almost no draft token is accepted.  abort_steps: for each abort since the last report, the
+    engine steps until the prompt's samples ended.  learn_stats: None without online learning.
     """
 
     num_steps: int = 0

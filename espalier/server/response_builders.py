@@ -359,7 +359,8 @@ class CompletionResponseBuilder(ResponseBuilder):
     def _advance_text_offset(self, choice: Choice, token: int, is_echoed: bool) -> int:
         """Returns the token's offset in the text, in characters.  Adds the token's length to choice.text_length.
 
-        A token that continues an incomplete character has the offset of this character.
+        A token that continues an incomplete character has the offset of this character.  is_echoed: whether the token
+        is in the prompt that the response repeats.
         """
         offset, skip = choice.text_length, self.params.skip_special_tokens
         if self.tokenizer is None:

@@ -70,8 +70,8 @@ class Endpoint:
     """An HTTP endpoint: one method of one path.
 
     handler: takes the request and, if `body` is set, the parsed body; returns the response.  body: the body's pydantic
-    class, None for no body.  The other fields are for /openapi.json.  summary: one line; an endpoint with "" is left
-    out.  errors: the possible error statuses.  responses: the responses without an error, as
+    class, None for no body.  The other fields are for /openapi.json, which leaves out an endpoint with summary "".
+    errors: the possible error statuses.  responses: the responses without an error, as
     {status: {content type: {"schema": JSON schema}}}.
     """
 
@@ -114,7 +114,7 @@ class PathEndpoints:
             allowed = ", ".join("GET, HEAD" if each == "GET" else each for each in self.by_method)
             message = f"{scope['method']} {scope['path']} is not served; use {allowed}"
             raise ApiError(405, message, headers={"allow": allowed})
-        # The middleware counts requests by route.
+        # The middleware counts requests by this route.
         scope["state"]["route"] = self.path
         http = Request(scope, receive)
         if scope["method"] != "GET" and scope["query_string"]:

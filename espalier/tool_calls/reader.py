@@ -158,7 +158,7 @@ class TextReader:
                 return None
 
     def read_literal(self, *texts: str) -> Steps[str | None]:
-        """If one of `texts` comes next, read and return it, else return None.  No text may begin with another text."""
+        """If one of `texts` comes next, read and return it, else return None.  No text may be the start of another."""
         literal = yield from self.peek_literal(*texts)
         return None if literal is None else self.take_characters(len(literal))
 
