@@ -30,8 +30,8 @@ class Load:
     """A load: conversations of `num_turns` requests, in order of arrival.
 
     input_lengths: for each request, how many tokens the user adds.  output_lengths: for each request, the length of its
-    output.  In both lists, the requests of one conversation are adjacent.  num_prefixes: how many different beginnings the
-    conversations share, of prefix_tokens tokens each.  think_s: seconds from an answer to the next turn."""
+    output.  In both lists, the requests of one conversation are adjacent.  num_prefixes: how many different beginnings
+    the conversations share, of prefix_tokens tokens each.  think_s: seconds from an answer to the next turn."""
 
     input_lengths: tuple[int, ...]
     output_lengths: tuple[int, ...]

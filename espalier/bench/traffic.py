@@ -1,6 +1,7 @@
 """Draws the conversations of an open-loop load, with one turn or several, and optional shared beginnings.
 
-A prompt is a random sequence of words of the held-out texts, or of token ids.  So prompts share no other prefix.
+A prompt is a random sequence of words of the held-out texts, or of token ids.  So prompts share no prefix except these
+beginnings.
 """
 
 import random

@@ -69,7 +69,7 @@ COPIES_BYTES = 300 * 10**6
 # How many of a shape's fastest plans are measured again alone, and how many are then measured in passes of a model.
 NUM_REMEASURED = 6
 NUM_MEASURED_IN_PASSES = 3
-# The layers of a measured pass, and how many times each shape's plan is chosen, given the current plans of the others.
+# The layers of a measured pass, and how many times each shape's plan is chosen, with the other shapes' current plans.
 MEASURED_LAYERS, NUM_SWEEPS = 8, 2
 # Smaller relative gains are noise.
 MIN_RELATIVE_GAIN = 0.002
@@ -377,7 +377,8 @@ class LinearTuner:
 def _plan_product(
     x: InputRows, weight: Matrix, plan: LinearPlan, gated: bool = False, as_partial_sums: bool = False
 ) -> Tensor:
-    """Returns x · weightᵀ.  plan: None for the baseline.  gated: apply the gate to the product."""
+    """Returns x · weightᵀ.  plan: None for the baseline.  gated: apply the gate to the product.  as_partial_sums: return
+    the partial sums of the plan's splits."""
     if not isinstance(weight, QuantisedMatrix):
         assert isinstance(x, Tensor)
         return (linear_gated if gated else linear_partial_sums if as_partial_sums else linear)(x, weight, None, plan)

@@ -268,8 +268,8 @@ class ExpertsTuner:
 
 
 def sum_of_relative_times(times: Mapping[Plan, Sequence[float]], plan: Plan) -> float:
-    """Returns the sum, over the numbers of rows, of the plan's time divided by the fastest plan's time.  times: {plan:
-    its time at each number of rows}."""
+    """Returns the plan's time divided by the fastest plan's time, summed over the numbers of rows.  times: {plan: its
+    time at each number of rows}."""
     fastest = [min(of_count) for of_count in zip(*times.values(), strict=True)]
     return sum(us / shortest_us for us, shortest_us in zip(times[plan], fastest, strict=True))
 

@@ -89,7 +89,7 @@ class OpenConnections:
         closed.transport.abort()
 
     def mark_idle(self, connection: "Connection") -> None:
-        """Move a connection to the end of the order when its request has ended."""
+        """Move a connection whose request has ended to the end of the order of `_open`."""
         if connection in self._open:
             del self._open[connection]
             self._open[connection] = None

@@ -109,7 +109,7 @@ class HttpServer:
     shutdown_task: asyncio.Task[None] | None = None
 
     def begin_shutdown(self, aborts_requests: bool) -> None:
-        """Begin to drain.  aborts_requests: end the running requests at once instead.  A second call always does so."""
+        """Begin to drain.  aborts_requests: instead end the running requests at once, as a second call always does."""
         was_draining, self.frontend.draining = self.frontend.draining, True
         if not was_draining:
             self.middleware.drain()
