@@ -93,7 +93,7 @@ class OpenLoopResult:
 
     def figures(self) -> dict[str, Any]:
         length = self.accept_length
-        # A server reports one accept length for all its requests, so that of one of several categories is unknown.
+        # A server reports one accept length for all requests.  With several categories, none has a known length.
         mean = length if len({request.category for request in self.requests}) == 1 else None
         answers = [
             AnsweredRequest(r.category, r.timeline, r.num_output_tokens, mean and r.num_later_tokens / mean)

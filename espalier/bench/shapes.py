@@ -65,8 +65,8 @@ class Shape:
     def draft_layer_fields(self) -> dict[str, Any]:
         """The config.json fields of a draft's layer: a Llama layer with the target's sizes.
 
-        A target with latent attention (MLA) has no K and V heads whose sizes fit a draft.  For it, the draft's heads
-        have at most DRAFT_HEAD_SIZE values, and at most a quarter as many key-value heads as query heads are used.
+        A target with latent attention (MLA) has no K and V heads that the draft could copy.  Its draft has heads of at
+        most DRAFT_HEAD_SIZE values, and at most a quarter as many key-value heads as query heads.
         """
         config = self.target
         heads, kv_heads, head_size = config.heads, config.kv_heads, config.head_size

@@ -183,7 +183,7 @@ class BatchRunner:
     async def _await_unless_ended(
         self, batch: Batch, unfinished: UnfinishedBatch, work: Coroutine[Any, Any, Any]
     ) -> str | None:
-        """Await `work`.  Returns None when the work is done.  If the batch ends first, returns "cancelled" or "expired"."""
+        """Await `work`, then return None.  If the batch ends first, return "cancelled" or "expired"."""
         work_task = asyncio.create_task(work)
         cancel_task = asyncio.create_task(unfinished.cancelled.wait())
         try:

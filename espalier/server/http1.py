@@ -92,8 +92,7 @@ class Connection(asyncio.Protocol):
     A client may send FIN after its whole request (half-closed), and still read the response.  FIN alone does not tell
     whether the client has gone.  But data for a client that has gone causes a TCP reset.  So the connection goes on
     writing: interim responses as probes until the response starts, then the response.  In three cases FIN counts as a
-    disconnect: in the middle of a request, on HTTP/1.0 (it has no interim responses), and if the client has already
-    sent a further request.
+    disconnect: before a request is complete, on HTTP/1.0 (no interim responses), and if a further request has arrived.
     """
 
     transport: asyncio.Transport
