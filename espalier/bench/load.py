@@ -312,7 +312,7 @@ class BenchConversations(Protocol):
 @dataclass(frozen=True)
 class RandomConversations:
     """The conversations of a Load.  Requests are greedy, and their outputs have exactly the lengths in the Load.
-    texts: from Load.user_texts."""
+    texts: the users' token ids of each conversation (Load.user_texts)."""
 
     load: Load
     texts: Sequence[Sequence[int]]

@@ -2,7 +2,7 @@
 
 With --rate, each conversation starts at its planned time, however slow the answers are.  Each request has its own
 connection, and its latencies count from its planned time.  The servers are measured one after another, with the same
-requests.  Each pair of a rate and a temperature has other random prompts.
+requests.  Each pair of a rate and a temperature gets its own random prompts.
 """
 
 import asyncio

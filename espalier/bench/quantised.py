@@ -34,9 +34,9 @@ TokenPairs = list[tuple[list[int], list[int]]]
 class Accuracy:
     """The measured differences between a model and its quantised copy.
 
-    agreement: the share of positions with the same likeliest token.  kl: the mean KL divergence in nats.  perplexity,
-    accept_length: (of the model, of its copy), on the same texts.  accept_length: None without a draft.
-    is_own_text: whether the original model generated the text.
+    positions: the number of compared positions.  agreement: the share of positions with the same likeliest token.  kl:
+    the mean KL divergence in nats.  perplexity, accept_length: (of the model, of its copy), on the same texts.
+    accept_length: None without a draft.  is_own_text: whether the original model generated the text.
     """
 
     positions: int
@@ -49,7 +49,7 @@ class Accuracy:
 
 @dataclass(frozen=True)
 class ModelOutputs:
-    """The results of running one model over the texts.
+    """The results of running one model over the texts.  is_own_text, accept_length: as in Accuracy, of this model.
 
     hidden: for each text, the final hidden states [positions, H], on the CPU.  next_tokens: for each text, the token
     after each position.  logits: applies the model's lm_head to hidden states, after the model is closed."""
@@ -150,7 +150,7 @@ def accept_lengths(
     advance: Callable[[], None],
 ) -> tuple[float, float]:
     """Returns the accept lengths of a target with a draft, and with the draft's quantised copy, on the same prompts.
-    num_tokens: the tokens to generate from each prompt.
+    drafts: (the draft, its quantised copy).  num_tokens: the tokens to generate from each prompt.
     """
     lengths = []
     for draft in drafts:

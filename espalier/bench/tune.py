@@ -375,7 +375,7 @@ class LinearTuner:
 def _plan_product(
     x: InputRows, weight: Matrix, plan: LinearPlan, gated: bool = False, as_partial_sums: bool = False
 ) -> Tensor:
-    """Returns x · weightᵀ.  plan: None for the baseline.  gated: apply the gate.  as_partial_sums: without adding up."""
+    """Returns x · weightᵀ.  plan: None for the baseline.  gated: apply the gate.  as_partial_sums: not added up."""
     if not isinstance(weight, QuantisedMatrix):
         assert isinstance(x, Tensor)
         return (linear_gated if gated else linear_partial_sums if as_partial_sums else linear)(x, weight, None, plan)

@@ -105,8 +105,8 @@ def random_expert_ids(
     """Returns the expert ids [rows, K] of each call.
 
     active_experts: how many experts get rows in each call.  Calls use different experts while unused experts remain.
-    None: each row of a call gets random experts, independently of the other rows.  A row with the same index in a later
-    call gets other experts, while experts remain that this row has not had."""
+    None: each row of a call gets random experts, independently of the other rows.  In later calls, a row of the
+    same index gets experts that it has not had, while such experts remain."""
     generator = torch.Generator().manual_seed(num_rows)
     if active_experts is None:
         return _draw_experts(num_rows, shape.num_experts, shape.top_k, num_calls, generator)
@@ -117,8 +117,8 @@ def random_expert_ids(
 def _draw_experts(
     num_rows: int, num_experts: int, experts_per_row: int, num_calls: int, generator: torch.Generator
 ) -> list[Tensor]:
-    """Returns the expert ids [num_rows, experts_per_row] of each call.  A row gets other experts in a later call, while
-    experts remain that this row has not had."""
+    """Returns the expert ids [num_rows, experts_per_row] of each call.  In later calls, a row gets
+    experts that it has not had, while such experts remain."""
     calls_per_draw = num_experts // experts_per_row
     ids_by_call: list[Tensor] = []
     while len(ids_by_call) < num_calls:

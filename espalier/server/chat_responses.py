@@ -215,6 +215,7 @@ class OutputItems:
         return events
 
     def add_event(self, kind: str, **fields: Any) -> None:
+        """Add an event.  kind: the event's type without "response."."""
         self.events.append({"type": f"response.{kind}", "sequence_number": self.num_events, **fields})
         self.num_events += 1
 

@@ -111,12 +111,13 @@ class OutputPart(msgspec.Struct, array_like=True):
 class EngineReport(msgspec.Struct):
     """The engine's counters and gauges for /metrics.
 
-    num_steps: engine steps so far.  pages_owned: pages of running requests that are not in the prefix cache.
-    rounds_by_bucket: (padded batch size, whether CUDA graphs exist for this size, number of rounds).  rounds_by_tree:
-    (a tree's sizes as text, number of rounds).  tree_changes: how often another tree was chosen.  by_source: for each
-    source of draft tokens, by its name: [tokens verified, accepted tokens that the scores predict, tokens accepted].
-    low_acceptance: whether almost no draft token is accepted.  abort_steps: for each abort since the last report, the
-    engine steps until the prompt's samples ended.  learn_stats: None without online learning.
+    num_steps: engine steps so far.  num_waiting, num_running: of samples, now.  pages_owned: pages of running requests
+    that are not in the prefix cache.  rounds_by_bucket: (padded batch size, whether CUDA graphs exist for this size,
+    number of rounds).  rounds_by_tree: (a tree's sizes as text, number of rounds).  tree_changes: how often another
+    tree was chosen.  by_source: for each source of draft tokens, by its name: [tokens verified, accepted tokens that
+    the scores predict, tokens accepted].  low_acceptance: whether almost no draft token is accepted.  abort_steps: for
+    each abort since the last report, the engine steps until the prompt's samples ended.  learn_stats: None without
+    online learning.
     """
 
     num_steps: int = 0

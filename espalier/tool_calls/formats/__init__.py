@@ -1,4 +1,4 @@
-"""The formats of tool calls and of reasoning, by name.  By default, a model's chat template shows its formats."""
+"""The formats of tool calls and of reasoning, by name.  By default, the text of a model's chat template decides."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
