@@ -181,7 +181,7 @@ def trees_to_measure(
 
 
 def _read_prompts(path: Path, bench: BenchEngine, context: int) -> list[list[int]]:
-    """Returns a file's prompts of at most `context` tokens, as token ids.  Raises EspalierError if there are none."""
+    """Returns a file's prompts of at most `context` tokens, as token ids.  Raises EspalierError if none fits."""
     inputs = bench.llm.inputs
     prompts = [
         prompt_token_ids(location, record, inputs.model_info.vocab_size, lambda: inputs)

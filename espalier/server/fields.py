@@ -296,7 +296,7 @@ class GrammarFields(StrictModel):
                 yield name, _grammar_of(name, value)
 
 
-# The Grammar.kind that a field of vLLM requests, for the fields that are not named like the kind.
+# {field of vLLM: the Grammar.kind that it requests}, for the fields whose name is not the kind.
 VLLM_GRAMMAR_KINDS: Mapping[str, GrammarKind] = {"json": "json_schema", "grammar": "ebnf"}
 
 

@@ -18,7 +18,7 @@ from espalier.stats import SpeculationStats, Usage
 from espalier.text import TextStream, Tokenizer
 
 to_json = msgspec.json.Encoder().encode
-# A sample event has this text.  The bytes before and after the text become Choice.event_affixes.
+# An example event is made with this text.  The bytes before and after the text become Choice.event_affixes.
 TEXT_PLACEHOLDER = "\0"
 
 

@@ -302,5 +302,6 @@ def _type_text(schema: dict[str, Any]) -> str:
 
 
 def _short_schema_name(schema: str) -> str:
-    """Returns a schema's name, such as "responses: StreamOptions" if pydantic has added the module's path to it."""
+    """Returns a schema's name for the page.  Pydantic adds the module's path to a name that two modules have; of this
+    path only the module stays: "responses: StreamOptions"."""
     return ": ".join(schema.split("__")[-2:])
