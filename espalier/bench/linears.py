@@ -248,8 +248,8 @@ class ModelShape:
         return tuple(dict.fromkeys(shapes))
 
     def _layer_products(self, prefix: str, input_columns: int, rows: int) -> tuple[ProductGroup, ...]:
-        """Returns the products of all layers, dense layers first, one group for layers that are equal but for the
-        sliding window.  prefix: begins their names.  input_columns: the input size of a layer's first product."""
+        """Returns the products of all layers, dense layers first.  Layers that differ only in the sliding window share
+        groups.  prefix: the start of the products' names.  input_columns: the input size of a layer's first product."""
         specs = [replace(spec, window=None) for spec in self.layer_specs]
         layer_counts = Counter((i < self.num_dense_layers, spec) for i, spec in enumerate(specs))
         groups, num_earlier_weights = list[ProductGroup](), Counter[tuple[str, Shape]]()

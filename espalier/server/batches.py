@@ -220,7 +220,7 @@ class BatchRunner:
             if journal.num_unanswered and end_status is None:
                 end_status = await self._await_unless_ended(batch, unfinished, self._answer_lines(batch, journal))
             if batch.expired_at is not None:
-                end_status = "expired"  # An earlier try has answered the unanswered lines with errors.
+                end_status = "expired"  # An earlier try has already answered the other lines with errors.
             # A batch with all answers is completed, even if its time is over.
             elif end_status is None or (end_status == "expired" and not journal.num_unanswered):
                 end_status = "completed"

@@ -111,7 +111,7 @@ class OutputPart(msgspec.Struct, array_like=True):
 class EngineReport(msgspec.Struct):
     """The engine's counters and gauges for /metrics.
 
-    num_steps: engine steps so far.  num_waiting, num_running: counts of samples.  pages_owned: pages of running requests
+    num_steps: engine steps so far.  num_waiting, num_running: in samples.  pages_owned: pages of running requests
     that are not in the prefix cache.  rounds_by_bucket: (padded batch size, whether CUDA graphs exist for this size,
     number of rounds).  rounds_by_tree: (a tree's sizes as text, number of rounds).  tree_changes: how often another
     tree was chosen.  by_source: for each source of draft tokens, by its name: [tokens verified, accepted tokens that

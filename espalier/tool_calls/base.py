@@ -207,8 +207,8 @@ NEWLINE_CHARS = "\n"
 
 
 def parse_reasoning(reader: TextReader, writer: DeltaWriter, format: ReasoningFormat) -> Steps[None]:
-    """Read all reasoning that comes next.  Markers, and the newlines before and after them, are dropped, also a
-    begin_marker inside reasoning and an end_marker outside reasoning."""
+    """Read all reasoning that comes next.  All markers and the newlines around them are dropped, even a begin_marker
+    inside reasoning or an end_marker outside reasoning."""
     markers = Markers(format.end_marker, format.begin_marker, strip_before=NEWLINE_CHARS)
     while (marker := (yield from _read_first_marker(reader, format))) is not None:
         writer.in_reasoning = marker == format.begin_marker

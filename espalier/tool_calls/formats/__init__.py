@@ -31,7 +31,7 @@ Format = TypeVar("Format", ToolFormat, ReasoningFormat)
 
 @dataclass(frozen=True)
 class Formats:
-    """A model's formats.  tools: None without tool calls.  reasoning: None without reasoning."""
+    """A model's formats.  tools: None if the model writes no tool calls.  reasoning: None if it does not reason."""
 
     tools: ToolFormat | None = None
     reasoning: ReasoningFormat | None = None
