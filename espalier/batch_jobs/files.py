@@ -51,7 +51,7 @@ class Response(NamedTuple):
 
 
 class LineError(Exception):
-    """Why a line has no response.  code: OpenAI's error code.  custom_id: of the line; None if it has no valid one."""
+    """Why a line has no response.  code: OpenAI's error code.  custom_id: the line's, or None without a valid one."""
 
     def __init__(self, code: str, message: str, custom_id: str | None = None):
         super().__init__(message)
@@ -159,7 +159,7 @@ def custom_id_of(line_bytes: bytes) -> str | None:
 
 
 def id_prefix(digest: str) -> str:
-    """Returns the start of a request's id; the line number follows.  digest: InputScan.digest."""
+    """Returns the part of a request's id before the line number.  digest: InputScan.digest."""
     return f"batch_req_{digest}_"
 
 

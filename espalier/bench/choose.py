@@ -181,7 +181,7 @@ def trees_to_measure(
 
 
 def _read_prompts(path: Path, bench: BenchEngine, context: int) -> list[list[int]]:
-    """Returns a file's prompts of at most `context` tokens, as token ids.  Raises EspalierError if there are none."""
+    """Returns a file's prompts of at most `context` tokens, as token ids.  Raises EspalierError if none fits."""
     inputs = bench.llm.inputs
     prompts = [
         prompt_token_ids(location, record, inputs.model_info.vocab_size, lambda: inputs)
@@ -277,8 +277,8 @@ def _round_ms(engine: Engine, batch_size: int, timed_batches: TimedBatches, stat
 def fastest_trees(tree_times: Sequence[TreeTime]) -> dict[int, TreeTime]:
     """Returns the fastest tree at each batch size; of equally fast trees the first one.
 
-    TARGET_ONLY (plain decoding that does not run the draft) is left out.  In a table of trees by batch size, the draft
-    must read all tokens, so that it can propose again when the batch gets smaller."""
+    TARGET_ONLY (plain decoding that does not run the draft) is left out, because the draft must read all tokens.  Only
+    then can it propose again when the batch gets smaller and the table names another tree."""
     fastest: dict[int, TreeTime] = {}
     for timed in (timed for timed in tree_times if timed.tree != TARGET_ONLY):
         if timed.batch_size not in fastest or timed.tokens_per_second > fastest[timed.batch_size].tokens_per_second:

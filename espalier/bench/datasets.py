@@ -81,7 +81,7 @@ def _sampled_records(path: Path, records: Sequence[Any], limit: int, rng: random
 
 
 def _messages_of_record(location: str, record: Mapping[str, Any]) -> tuple[str, str, list[str]]:
-    """Returns (category, system message, messages of the user) of a record."""
+    """Returns (category, system message, the user's messages) of a record.  location: of the record, for errors."""
     if prompt_field(location, record) == "token_ids":
         raise unexpected_record_error(location, "token ids, which are no text")
     messages = messages_of(location, record)

@@ -186,7 +186,7 @@ def heldout_tokens(llm: LLM, num_texts: int | None = None) -> list[tuple[list[in
 
 
 def split_tokens(encode: Callable[[str], list[int]], prompt: str, reference: str) -> tuple[list[int], list[int]]:
-    """Tokenizes prompt + reference as one text, because a token may span the end of the prompt.  Returns its tokens in
+    """Tokenizes prompt + reference as one text, because a token may span the end of the prompt.  Returns all tokens in
     two parts: the longest common prefix with the tokens of the prompt alone (at least one token), and the rest."""
     prompt_tokens, all_tokens = encode(prompt), encode(prompt + reference)
     pairs = zip(prompt_tokens, all_tokens, strict=False)

@@ -59,7 +59,7 @@ class ProductGroup:
 
 
 def value_bytes(weight_format: str) -> float:
-    """Returns the bytes of one value of a weight, and of its share of a group's scale.  Other scales do not count."""
+    """Returns the bytes of one value of a weight, and of its share of a group's scale.  FP8's scales do not count."""
     scales = {"int4": 2 / GROUP_SIZE, "nvfp4": 1 / NVFP4_GROUP_SIZE, "mxfp4": 1 / MXFP4_BLOCK_SIZE}
     return 0.5 + scales[weight_format] if weight_format in scales else 2 if weight_format == DENSE else 1
 
@@ -69,6 +69,7 @@ class ExpertSizes:
     """The sizes of a model's mixture-of-experts layers.
 
     shape: the experts' sizes in one layer.  shared_size: the shared expert's intermediate size, 0 for no shared expert.
+    has_shared_gate: whether a learned gate scales the shared expert's output.
     fuses_shared: whether the launches of the routed experts also compute the shared expert, if it is not quantised and
     the pass has few rows (espalier/models/layers/mlp.py).  has_biases, activation: of the routed experts."""
 
@@ -83,8 +84,8 @@ class ExpertSizes:
 
 @dataclass(frozen=True)
 class RoutedExperts:
-    """The experts of a router.  weight_format: see ProductGroup.  mean_active_experts: how many experts of a layer get
-    rows, on average over passes; None for as many as with uniform routing."""
+    """The experts that a router chooses from.  weight_format: see ProductGroup.  mean_active_experts: how many experts
+    of a layer get rows, on average over passes; None for as many as with uniform routing."""
 
     sizes: ExpertSizes
     weight_format: str = DENSE
@@ -113,8 +114,8 @@ class MTPSizes:
 
 @dataclass(frozen=True)
 class BlockSizes:
-    """The sizes of a block draft.  layers_shape: the sizes of all its layers.  block_rows: the rows of its one
-    pass, for each request.  markov_rank, markov_head_type: see BlockConfig."""
+    """The sizes of a block draft.  layers_shape: the sizes of all its layers.  block_rows: the rows of the draft's
+    only pass, for each request.  markov_rank, markov_head_type: see BlockConfig."""
 
     layers_shape: "ModelShape"
     block_rows: int
@@ -216,7 +217,7 @@ class ModelShape:
         return (*layers, self._own_lm_head(batch * steps), *edges)
 
     def extend_passes(self, rows: int) -> tuple[ProductGroup, ...]:
-        """Returns a draft's products for `rows` accepted tokens, without lm_head: of a block draft, only K and V."""
+        """Returns a draft's products for `rows` accepted tokens, without lm_head.  A block draft only makes K and V."""
         if self.block is not None:
             return (self._fusion_product(self.block.layers_shape, rows), *self.block.context_products(rows))
         passes = [self.draft_pass(rows, 0, rows, module) for module in range(1, self.num_draft_modules + 1)]
@@ -247,8 +248,8 @@ class ModelShape:
         return tuple(dict.fromkeys(shapes))
 
     def _layer_products(self, prefix: str, input_columns: int, rows: int) -> tuple[ProductGroup, ...]:
-        """Returns the products of all layers, dense layers first, one group for layers that are equal but for the
-        sliding window.  prefix: begins their names.  input_columns: the input size of a layer's first product."""
+        """Returns the products of all layers, dense layers first.  Layers that differ only in the sliding window share
+        groups.  prefix: the start of the products' names.  input_columns: the input size of a layer's first product."""
         specs = [replace(spec, window=None) for spec in self.layer_specs]
         layer_counts = Counter((i < self.num_dense_layers, spec) for i, spec in enumerate(specs))
         groups, num_earlier_weights = list[ProductGroup](), Counter[tuple[str, Shape]]()
@@ -375,7 +376,7 @@ class ModelShape:
         if self.mtp.has_own_heads:
             lm_head = self.vocab_size, self.hidden_size
             return self.mtp.layer_shape._product(f"draft {module} lm_head", lm_head, 1, rows)
-        # A shared head has the target head's name, so a chain of passes uses the same weight.
+        # Modules that share the target's lm_head use its name, so that all of them multiply with the same weight.
         return self._lm_head(rows)
 
     def _lm_head(self, rows: int) -> ProductGroup:
@@ -434,11 +435,11 @@ def with_draft(target: ModelShape, draft: DraftConfig, weight_format: str = DENS
         module = replace(module_sizes(draft), weight_format=weight_format, is_draft=True)
         return replace(target, mtp=MTPSizes(spec.num_modules, module))
     layer = replace(model_sizes(draft.layer), weight_format=weight_format, is_draft=True)
-    sizes: dict[str, Any] = {"draft": layer}
+    draft_fields: dict[str, Any] = {"draft": layer}
     if isinstance(draft, BlockConfig):
-        sizes = {"block": BlockSizes(layer, spec.block_rows, draft.markov_rank, draft.markov_head_type)}
-    sizes |= {"draft_vocab_size": spec.vocab_size, "num_captured_layers": len(spec.captured_layers)}
-    return replace(target, **sizes)
+        draft_fields = {"block": BlockSizes(layer, spec.block_rows, draft.markov_rank, draft.markov_head_type)}
+    draft_fields |= {"draft_vocab_size": spec.vocab_size, "num_captured_layers": len(spec.captured_layers)}
+    return replace(target, **draft_fields)
 
 
 def shape_named(name: str, weight_format: str = DENSE, draft_weight_format: str = DENSE) -> ModelShape:

@@ -30,8 +30,8 @@ class Load:
     """A load: conversations of `num_turns` requests, in order of arrival.
 
     input_lengths: for each request, how many tokens the user adds.  output_lengths: for each request, the length of its
-    output.  In both, the requests of a conversation are neighbours.  num_prefixes: how many different beginnings the
-    conversations share, of prefix_tokens tokens each.  think_s: seconds from an answer to the next turn."""
+    output.  In both lists, the requests of one conversation are adjacent.  num_prefixes: how many different beginnings
+    the conversations share, of prefix_tokens tokens each.  think_s: seconds from an answer to the next turn."""
 
     input_lengths: tuple[int, ...]
     output_lengths: tuple[int, ...]
@@ -142,9 +142,9 @@ class Timeline:
 class LaunchTimes:
     """An observer of the engine that measures how a load's time is spent.  It also calls the engine's former observer.
 
-    seconds_by_kind: the seconds of "prefill", "rounds" and "idle".  A step counts for the kind of the launch whose
-    result it reads.  num_target_rows: rows (tokens) that the target computed, with the padding of prefill passes, but
-    without the padding of rounds."""
+    seconds_by_kind: the seconds of "prefill", "rounds" and "idle".  A launch is a prefill pass or a round that the GPU
+    runs.  A step counts for the kind of the launch whose result it reads.  num_target_rows: rows (tokens) that the
+    target computed, with the padding of prefill passes, but without the padding of rounds."""
 
     def __init__(self, engine: Engine) -> None:
         self.layout = engine.layout
@@ -312,7 +312,7 @@ class BenchConversations(Protocol):
 @dataclass(frozen=True)
 class RandomConversations:
     """The conversations of a Load.  Requests are greedy, and their outputs have exactly the lengths in the Load.
-    texts: from Load.user_texts."""
+    texts: the users' token ids of each conversation (Load.user_texts)."""
 
     load: Load
     texts: Sequence[Sequence[int]]

@@ -200,12 +200,12 @@ def _results_by_variant(
 
             by_temperature = {temperature: conversations_at(temperature) for temperature in args.temperature}
             _warm_up(bench, load, args.concurrency or next(iter(by_temperature.values())).num_conversations)
-            cells: list[tuple[LoadResult, ResolvedConfig]] = []
+            results: list[tuple[LoadResult, ResolvedConfig]] = []
             for rate, temperature in _rates_and_temperatures(args):
                 empty_prefix_cache(bench.engine)
                 arrivals = open_loop.arrivals_of(args, rate)
-                cells.append((serve_conversations(bench.engine, by_temperature[temperature], arrivals), bench.config))
-            yield name, cells
+                results.append((serve_conversations(bench.engine, by_temperature[temperature], arrivals), bench.config))
+            yield name, results
 
 
 def _warm_up(bench: BenchEngine, load: Load | None, batch_size: int) -> None:

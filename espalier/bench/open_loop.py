@@ -2,7 +2,7 @@
 
 With --rate, each conversation starts at its planned time, however slow the answers are.  Each request has its own
 connection, and its latencies count from its planned time.  The servers are measured one after another, with the same
-requests.  Each pair of a rate and a temperature has other random prompts.
+requests.  Each pair of a rate and a temperature gets its own random prompts.
 """
 
 import asyncio
@@ -55,7 +55,8 @@ DEFAULT_FLAGS: Mapping[str, Any] = MappingProxyType(
 
 @dataclass(frozen=True)
 class LatencyLimits:
-    """Limits in ms; None for no limit.  ttft: of the time to the first token.  itl: of the mean time between tokens."""
+    """Limits in ms; None for no limit.  ttft: for the time to the first token.  itl: for the mean time between two
+    tokens of a request."""
 
     ttft: float | None
     itl: float | None
@@ -92,7 +93,7 @@ class OpenLoopResult:
 
     def figures(self) -> dict[str, Any]:
         length = self.accept_length
-        # A server reports one accept length for all its requests.  If there are several categories, theirs are unknown.
+        # A server reports one accept length for all requests.  With several categories, none has a known length.
         mean = length if len({request.category for request in self.requests}) == 1 else None
         answers = [
             AnsweredRequest(r.category, r.timeline, r.num_output_tokens, mean and r.num_later_tokens / mean)
@@ -132,7 +133,7 @@ def run(args: Namespace) -> int:
     conversations_of_cells = [dataset or traffic.conversations(args.requests, seed) for seed in range(len(cells))]
     with progress("measuring", len(args.url) * sum(map(len, conversations_of_cells))) as advance:
         for url in args.url:
-            target = asyncio.run(_connect_server(args, url))
+            target = asyncio.run(_reachable_server(args, url))
             models[str(target.address)] = target.shared_fields["model"]
             for (temperature, rate), conversations in zip(cells, conversations_of_cells, strict=True):
                 cell = replace(target, shared_fields={"temperature": temperature, **target.shared_fields})
@@ -205,7 +206,7 @@ def arrivals_of(args: Namespace, rate: float | None) -> Arrivals:
     return Arrivals(rate=rate, burst=burst)
 
 
-async def _connect_server(args: Namespace, url: str) -> LoadTarget:
+async def _reachable_server(args: Namespace, url: str) -> LoadTarget:
     """Returns the server at a URL.  Raises EspalierError unless the server answers a first request."""
     key = api_key(args)
     address = parse_address(url)

@@ -34,9 +34,9 @@ TokenPairs = list[tuple[list[int], list[int]]]
 class Accuracy:
     """The measured differences between a model and its quantised copy.
 
-    agreement: the share of positions with the same likeliest token.  kl: the mean KL divergence in nats.  perplexity,
-    accept_length: (of the model, of its copy), on the same texts.  accept_length: None without a draft.
-    is_own_text: whether the original model generated the text.
+    positions: the number of compared positions.  agreement: the share of positions with the same likeliest token.  kl:
+    the mean KL divergence in nats.  perplexity, accept_length: (of the model, of its copy), on the same texts.
+    accept_length: None without a draft.  is_own_text: whether the original model generated the text.
     """
 
     positions: int
@@ -49,7 +49,7 @@ class Accuracy:
 
 @dataclass(frozen=True)
 class ModelOutputs:
-    """The results of running one model over the texts.
+    """The results of running one model over the texts.  is_own_text, accept_length: as in Accuracy, of this model.
 
     hidden: for each text, the final hidden states [positions, H], on the CPU.  next_tokens: for each text, the token
     after each position.  logits: applies the model's lm_head to hidden states, after the model is closed."""
@@ -75,28 +75,28 @@ class HiddenRecorder:
 
     def __init__(self, model: Any):
         self.model = model
-        self._launch_rows: list[Tensor] = []
+        self._pass_rows: list[Tensor] = []
         self._kept_rows: list[Tensor] = []
 
     def __call__(self, *args: Any) -> Any:
-        self._end_launch()
+        self._end_pass()
         return self.model(*args)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.model, name)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        self._launch_rows.append(hidden.flatten(0, -2))
+        self._pass_rows.append(hidden.flatten(0, -2))
         return self.model.logits(hidden)
 
-    def _end_launch(self) -> None:
-        # The last logits of a launch are not for prompt log-probabilities: the next token is sampled from them.
-        self._kept_rows += self._launch_rows[:-1]
-        self._launch_rows = []
+    def _end_pass(self) -> None:
+        # The last logits of a forward pass are not for prompt log-probabilities: the next token is sampled from them.
+        self._kept_rows += self._pass_rows[:-1]
+        self._pass_rows = []
 
     def take_hidden(self) -> Tensor:
         """Returns the rows [positions, H] that were kept since the last call, and drops them."""
-        self._end_launch()
+        self._end_pass()
         kept, self._kept_rows = self._kept_rows, []
         return torch.cat(kept)
 
@@ -150,7 +150,7 @@ def accept_lengths(
     advance: Callable[[], None],
 ) -> tuple[float, float]:
     """Returns the accept lengths of a target with a draft, and with the draft's quantised copy, on the same prompts.
-    num_tokens: the tokens to generate from each prompt.
+    drafts: (the draft, its quantised copy).  num_tokens: the tokens to generate from each prompt.
     """
     lengths = []
     for draft in drafts:

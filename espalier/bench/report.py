@@ -48,7 +48,7 @@ CATEGORY_LATENCIES = ("ttft_ms", "between_pieces_ms")
 
 
 def latency_rows(figures: Iterable[Mapping[str, Any]]) -> list[list[str]]:
-    """Returns a table row for each latency in LATENCY_TIMES.  figures: for each column of the table, its figures."""
+    """Returns a table row for each latency in LATENCY_TIMES.  figures: for each column, {latency: percentiles}."""
     columns = list(figures)
     return [
         [

@@ -1,7 +1,7 @@
 """The sizes of published models by name, from their config.json files, for tuning without a checkpoint.
 
 Each model here has an untied lm_head, even if the published model shares the lm_head's weight with the embedding,
-because the lab's synthetic models need an untied one.  A pass costs the same, because the matrix has the same size.
+because the lab's synthetic models need an untied one.  A pass costs the same with a tied and an untied lm_head.
 """
 
 from collections.abc import Mapping
@@ -33,8 +33,8 @@ DRAFT_HEAD_SIZE = 128
 @dataclass(frozen=True, eq=False)
 class Shape:
     """The sizes of a published model, and of a draft for it.  config_fields: the fields of its config.json.  The lab
-    makes synthetic targets of these sizes.  They emit only token ids from first_emitted_id to end_emitted_id - 1 that
-    are in the draft's vocabulary."""
+    makes synthetic targets of these sizes.  A synthetic target emits only those token ids from first_emitted_id to
+    end_emitted_id - 1 that are in the draft's vocabulary."""
 
     name: str
     hugging_face_id: str
@@ -65,8 +65,8 @@ class Shape:
     def draft_layer_fields(self) -> dict[str, Any]:
         """The config.json fields of a draft's layer: a Llama layer with the target's sizes.
 
-        A target with latent attention (MLA) has no K and V heads to copy.  Then the draft's heads have at most
-        DRAFT_HEAD_SIZE values, and there are at most a quarter as many key-value heads as query heads.
+        A target with latent attention (MLA) has no K and V heads that the draft could copy.  Its draft has heads of at
+        most DRAFT_HEAD_SIZE values, and at most a quarter as many key-value heads as query heads.
         """
         config = self.target
         heads, kv_heads, head_size = config.heads, config.kv_heads, config.head_size
@@ -264,7 +264,8 @@ GPT_OSS_20B = {
     "pad_token_id": 199999,
 }
 # The sizes of both Gemma 4 models are from public loaders that read the published files.  The 31B model has 50 layers
-# with sliding windows and 10 with full attention.  The 26B-A4B model has 25 and 5, and 128 experts in each layer.
+# with sliding windows and 10 with full attention.  The 26B-A4B model has 25 with sliding windows and 5 with full
+# attention, and 128 experts in each layer.
 GEMMA4_31B = {
     **GEMMA4_FIELDS,
     "vocab_size": 262144,

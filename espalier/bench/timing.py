@@ -39,8 +39,8 @@ MAX_REPLAYS = 50
 # measured for the qkv of an EAGLE head, where another kernel quantises the input.
 LAYERS_AFTER_NORM = ("qkv", "q and kv", "gate_up")
 
-# How many different weights a product with one name and shape has: at least this number, and at least this number of
-# bytes together, but at most one weight for each layer.
+# The products with one name and shape have at least so many different weights, with at least so many bytes together,
+# but at most one weight for each layer.
 MIN_WEIGHT_COPIES, MIN_WEIGHT_BYTES = 4, 2**30
 
 Matrix = Tensor | QuantisedMatrix
@@ -104,8 +104,8 @@ def median_graph_ms(graphs: Sequence[torch.cuda.CUDAGraph], repeats: int, second
 def _replay_times(
     graphs: Sequence[torch.cuda.CUDAGraph], repeats: int, num_replays: Sequence[int]
 ) -> list[list[float]]:
-    """Returns, for each graph, the ms of one replay in each of `repeats` turns.  num_replays: how often each graph is
-    replayed in one turn."""
+    """Returns a list for each graph: the mean ms of a replay, in each of its `repeats` turns.  The graphs take turns.
+    num_replays: how often each graph is replayed in one of its turns."""
     events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats * len(graphs) + 1)]
     graphs[-1].replay()
     events[0].record()
@@ -150,8 +150,8 @@ class Weights:
         return run_in_order([self.make_product(run, layer, inputs, multiply) for run, layer in steps])
 
     def make_product(self, group: ProductGroup, layer: int, inputs: InputsBySize, multiply: Multiply) -> Product:
-        """Returns the product of one layer.  layer: its index in `group`.  inputs: the random inputs of the pass; an
-        input of a new size is added."""
+        """Returns one product of `group`.  layer: the index of the product's layer in the group.  inputs: the random
+        inputs of the pass; an input of a new size is added."""
         key = group.num_heads, group.num_rows, group.shape[1]
         if key not in inputs:
             # [rows, in], or [heads, rows, in] for a batched product.

@@ -1,6 +1,7 @@
 """Draws the conversations of an open-loop load, with one turn or several, and optional shared beginnings.
 
-A prompt is a random sequence of words of the held-out texts, or of token ids.  So prompts share no other prefix.
+A prompt is a random sequence of words of the held-out texts, or of token ids.  So prompts share no prefix except these
+beginnings.
 """
 
 import random
@@ -97,5 +98,5 @@ def messages_until_turn(conversation: Conversation, answers: Sequence[str]) -> l
 
 
 def plain_prompt(conversation: Conversation, answers: Sequence[str]) -> str:
-    """Returns the messages of messages_until_turn as one text, for a model without a chat template."""
+    """Returns the conversation up to the next user's turn as one text, for a model without a chat template."""
     return " ".join(filter(None, (message["content"] for message in messages_until_turn(conversation, answers))))

@@ -69,17 +69,17 @@ COPIES_BYTES = 300 * 10**6
 # How many of a shape's fastest plans are measured again alone, and how many are then measured in passes of a model.
 NUM_REMEASURED = 6
 NUM_MEASURED_IN_PASSES = 3
-# The layers of a measured pass, and how many times each shape's plan is chosen, given the current plans of the others.
+# The layers of a measured pass, and how many times each shape's plan is chosen, with the other shapes' current plans.
 MEASURED_LAYERS, NUM_SWEEPS = 8, 2
 # Smaller relative gains are noise.
 MIN_RELATIVE_GAIN = 0.002
-# For --seconds: the most candidate plans of a shape and bucket, the share of the time in which shapes are measured
-# alone, and the seconds that it takes to make the random weights of a pass.
+# Limits with --seconds: the number of candidate plans for a shape and bucket, the share of the time for measuring
+# shapes alone, and how many seconds before the end no further pass is measured.
 MAX_CANDIDATES_IN_LIMIT, ALONE_TIME_SHARE, WEIGHT_SETUP_SECONDS = 24, 0.75, 5
-# The first bucket is measured with this number of rows too, because its largest number of rows is 16 times as many.
+# The first bucket holds 1 to 16 rows.  So it is measured with the fewest rows (this number) too.
 MIN_ROWS = 1
 
-# Layers that may output partial sums, which the next kernel adds up, and layers whose output goes through a gate.
+# Layers whose output may be partial sums, which the next kernel adds up, and layers whose output goes through a gate.
 SUMMED_LAYERS, GATED_LAYERS = ("qkv", "o", "down"), ("gate_up",)
 
 # The name of the baseline: {True: for dense weights, False: for quantised weights}.
@@ -89,7 +89,6 @@ MIN_MATRIX_SIDE = 256
 # One matrix of an EAGLE head and of a block draft.  A draft with this matrix quantised counts as quantised.
 DRAFT_MATRICES = ("midlayer.self_attn.o_proj", "layers.0.self_attn.o_proj")
 
-# The dtypes that --tune measures.
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 # The engine flags that --tune --shapes uses, and the further flags that tuning a model uses.
 SHAPE_FLAGS, MODEL_FLAGS = ("device", "dtype"), ("model", "draft", "model_overrides")
@@ -358,6 +357,7 @@ class LinearTuner:
     def _pass_with_plan(
         self, groups: Groups, weights: Weights, measured: MeasuredPlans, plan: LinearPlan, table: PlanTable
     ) -> Callable[[], None]:
+        """Returns a function that runs a pass with `plan` for the measured shape, and with `table` for other shapes."""
         plans = {**table, (measured.shape, measured.num_rows): plan}
         return weights.make_pass(groups, _multiply_by_table(groups, plans, measured.num_rows))
 
@@ -375,7 +375,7 @@ class LinearTuner:
 def _plan_product(
     x: InputRows, weight: Matrix, plan: LinearPlan, gated: bool = False, as_partial_sums: bool = False
 ) -> Tensor:
-    """Returns x · weightᵀ.  plan: None for the baseline.  gated: apply the gate to the product."""
+    """Returns x · weightᵀ.  plan: None for the baseline.  gated: apply the gate.  as_partial_sums: not added up."""
     if not isinstance(weight, QuantisedMatrix):
         assert isinstance(x, Tensor)
         return (linear_gated if gated else linear_partial_sums if as_partial_sums else linear)(x, weight, None, plan)
@@ -400,8 +400,8 @@ def _repeated_products(x: Tensor, weights: Sequence[Matrix], plan: LinearPlan, n
 def _multiply_by_table(product_groups: Groups, table: PlanTable, rows: int) -> Multiply:
     """Returns a function that runs a product with its plan in `table`, and then the kernel that follows it in a layer.
 
-    After SUMMED_LAYERS, an add-and-norm kernel adds up the partial sums.  After qkv it stands for another kernel of the
-    engine, which rotates queries and keys.  A gate follows GATED_LAYERS.  Some plans fuse the gate with the product."""
+    After SUMMED_LAYERS, an add-and-norm kernel adds up the partial sums (after qkv, in place of the engine's kernel for
+    rotations).  A gate follows GATED_LAYERS.  Some plans fuse the gate with the product."""
     groups = SUMMED_LAYERS, GATED_LAYERS
     summed, gated = ({run.shape for run in product_groups if run.name.split()[-1] in names} for names in groups)
     norm_inputs: dict[Shape, tuple[Tensor, Tensor]] = {}

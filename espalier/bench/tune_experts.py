@@ -62,13 +62,14 @@ def random_experts(shape: ExpertsShape, dtype: torch.dtype, device: torch.device
 
 
 def activation_of(shape: ExpertsShape) -> Activation:
-    """Returns an activation that needs as many matrices as the experts have."""
+    """Returns an activation for experts with shape.num_matrices input matrices: 2 with a gate matrix, 1 without."""
     return SILU if shape.num_matrices == SILU.num_matrices else RELU2
 
 
 class ChainInputs:
-    """The inputs of a chain of calls with `num_rows` rows each.  Calls use different experts while unused experts
-    remain.  num_calls: None for as many as take long enough to be timed.  active_experts: see random_expert_ids."""
+    """The inputs of a chain of calls of an expert layer, each with `num_rows` rows.  Calls use different experts while
+    unused experts remain.  num_calls: None for as many as take long enough to be timed.  active_experts: see
+    random_expert_ids."""
 
     def __init__(
         self,
@@ -104,8 +105,8 @@ def random_expert_ids(
     """Returns the expert ids [rows, K] of each call.
 
     active_experts: how many experts get rows in each call.  Calls use different experts while unused experts remain.
-    None: each row of a call gets random experts, independently of the other rows.  A row with the same index in a later
-    call gets other experts, while experts remain that this row has not had."""
+    None: each row of a call gets random experts, independently of the other rows.  In later calls, a row of the
+    same index gets experts that it has not had, while such experts remain."""
     generator = torch.Generator().manual_seed(num_rows)
     if active_experts is None:
         return _draw_experts(num_rows, shape.num_experts, shape.top_k, num_calls, generator)
@@ -116,8 +117,8 @@ def random_expert_ids(
 def _draw_experts(
     num_rows: int, num_experts: int, experts_per_row: int, num_calls: int, generator: torch.Generator
 ) -> list[Tensor]:
-    """Returns the expert ids [num_rows, experts_per_row] of each call.  A row gets other experts in a later call, while
-    experts remain that this row has not had."""
+    """Returns the expert ids [num_rows, experts_per_row] of each call.  In later calls, a row gets
+    experts that it has not had, while such experts remain."""
     calls_per_draw = num_experts // experts_per_row
     ids_by_call: list[Tensor] = []
     while len(ids_by_call) < num_calls:
@@ -181,7 +182,7 @@ class ExpertsTuner:
     def _measure_bucket(
         self, bucket: int, chains: Sequence[ChainInputs], gate_up: Tensor, down: Tensor
     ) -> list[MeasuredExperts]:
-        """Returns the measurements of one bucket, with the plan that is fastest over the chains' numbers of rows."""
+        """Returns the measurements of one bucket, all with one plan: the fastest over the chains' numbers of rows."""
         [shape] = {chain.shape for chain in chains}
         plans: list[ExpertsPlan] = []
         for tile_rows in TILE_ROWS_BY_PAIRS[bucket][1]:
@@ -267,8 +268,8 @@ class ExpertsTuner:
 
 
 def sum_of_relative_times(times: Mapping[Plan, Sequence[float]], plan: Plan) -> float:
-    """Returns the sum, over the numbers of rows, of the plan's time divided by the fastest plan's time.  times: {plan:
-    its time at each number of rows}."""
+    """Returns the plan's time divided by the fastest plan's time, summed over the numbers of rows.  times: {plan: its
+    time at each number of rows}."""
     fastest = [min(of_count) for of_count in zip(*times.values(), strict=True)]
     return sum(us / shortest_us for us, shortest_us in zip(times[plan], fastest, strict=True))
 

@@ -167,7 +167,7 @@ class EnginePool:
 
     async def _stream_from_replica(self, prompt: PooledPrompt, encoded_prompt: bytes, hint: RoutingHint) -> str | None:
         """Send a prompt to a replica and pass on the output.  Returns why the replica was lost; None on success."""
-        # Ray Serve takes a call's request id from the context.  In an empty context, each prompt gets its own id.
+        # Ray Serve takes a call's request id from the context.  In an empty context, it makes a new id for each prompt.
         stream = Context().run(self.generate_handle.remote, encoded_prompt, hint)
         try:
             async for data in stream:

@@ -63,7 +63,7 @@ class ReplicaChooser:
         def sort_key(replica: str) -> tuple[int, int, int, str]:
             is_free = self.num_open_samples[replica] - fewest_samples <= self.imbalance
             pages = num_pages_held.get(replica, 0) if is_free else 0
-            # For a new prefix, its first hash makes all API servers choose the same replica of equally busy replicas.
+            # Of equally busy replicas, all API servers choose the same one for a new prefix.
             tie_break = hash((prefix_hashes[0], *replica.encode())) if prefix_hashes else 0
             return -pages, self.num_open_samples[replica], tie_break, replica
 

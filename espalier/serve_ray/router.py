@@ -10,7 +10,8 @@ from espalier.serve_ray.replica_chooser import ReplicaChooser, RoutingHint
 
 
 class PrefixRouter(RequestRouter):
-    """Routes prompts to replicas.  Ray Serve calls initialize_state with the deployment's request_router_kwargs."""
+    """Routes prompts to replicas.  Ray Serve calls initialize_state with the deployment's request_router_kwargs.
+    imbalance: see ReplicaChooser."""
 
     def initialize_state(self, imbalance: int = 8) -> None:
         self.chooser = ReplicaChooser(imbalance)

@@ -187,7 +187,7 @@ def _batch_endpoints(batches: BatchRunner) -> list[Endpoint]:
 
 
 async def _require_no_body(http: Request) -> None:
-    """Raises ApiError for a body that requests something.  Some clients always send a body, such as {}."""
+    """Raises ApiError unless the body is empty, {} or null.  Some clients always send a body, such as {}."""
     if b"".join((await http.body()).split()) not in (b"", b"{}", b"null"):
         raise ApiError(400, f"{http.method} {http.url.path} takes no body; leave it out")
 

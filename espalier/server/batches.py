@@ -154,8 +154,8 @@ class BatchRunner:
             unfinished.earlier_batches_ended.clear()
             self._unfinished_batches[batch.id] = self._unfinished_batches.pop(batch.id)
             self._admit_oldest_batch()
-            # If the batch is cancelled or expires, the pause ends at once, because the next try sends no requests.  If
-            # the batch was cancelled or expired before this try, the pause has its full length.
+            # If the batch is cancelled or expires during the pause, the pause ends at once, because the next try sends
+            # no requests.  If that happened before this try, the pause has its full length.
             pause = asyncio.sleep(pause_s)
             await (pause if was_ended else self._await_unless_ended(batch, unfinished, pause))
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
@@ -183,7 +183,7 @@ class BatchRunner:
     async def _await_unless_ended(
         self, batch: Batch, unfinished: UnfinishedBatch, work: Coroutine[Any, Any, Any]
     ) -> str | None:
-        """Await `work`.  Returns None when it is done.  If the batch ends first, returns "cancelled" or "expired"."""
+        """Await `work`, then return None.  If the batch ends first, return "cancelled" or "expired"."""
         work_task = asyncio.create_task(work)
         cancel_task = asyncio.create_task(unfinished.cancelled.wait())
         try:
@@ -220,7 +220,7 @@ class BatchRunner:
             if journal.num_unanswered and end_status is None:
                 end_status = await self._await_unless_ended(batch, unfinished, self._answer_lines(batch, journal))
             if batch.expired_at is not None:
-                end_status = "expired"  # An earlier try has answered the unanswered lines with errors.
+                end_status = "expired"  # An earlier try has already answered the other lines with errors.
             # A batch with all answers is completed, even if its time is over.
             elif end_status is None or (end_status == "expired" and not journal.num_unanswered):
                 end_status = "completed"
@@ -236,7 +236,7 @@ class BatchRunner:
         file_ids = await asyncio.to_thread(self._make_output_files, batch)
         end_time = {f"{end_status}_at": int(time.time())}
         self.store.save_batch(batch, status=end_status, **file_ids, **end_time)
-        # The output files have all answers now.  If this file cannot be deleted, the server's next start deletes it.
+        # The output files have all answers now.  If this deletion fails, the server deletes the file at its next start.
         with suppress(OSError):
             self.store.answers_path(batch.id).unlink()
         log.info(
@@ -253,7 +253,7 @@ class BatchRunner:
     def _make_output_files(self, batch: Batch) -> dict[str, str | None]:
         """Store the answers as the batch's output file and error file.  A file without lines is not made.
 
-        Returns the fields of the batch that name the files."""
+        Returns the batch's fields output_file_id and error_file_id."""
         file_ids: dict[str, str | None] = {"output": None, "error": None}
         answer_files = split_by_status(self.store.answers_path(batch.id), self.store.folder / "batches")
         try:

@@ -199,7 +199,7 @@ class ChatResponseBuilder(ResponseBuilder):
 class OutputItems:
     """The output items of one response, and the events that tell the client about changes of the items.
 
-    id: the response's id, a part of the items' ids.  is_open: whether the last item may still grow."""
+    id: the response's id, which is a part of each item's id.  is_open: whether the last item may still grow."""
 
     def __init__(self, id: str):
         self.id = id
@@ -215,6 +215,7 @@ class OutputItems:
         return events
 
     def add_event(self, kind: str, **fields: Any) -> None:
+        """Add an event.  kind: the event's type without "response."."""
         self.events.append({"type": f"response.{kind}", "sequence_number": self.num_events, **fields})
         self.num_events += 1
 

@@ -57,7 +57,7 @@ class PromptBatcher:
         self._send_deadline = 0.0
         self._num_idle_loop_turns = 0
         self._next_check: asyncio.Handle | None = None
-        # Set when the waiting prompts are sent.  None before the first prompt.
+        # Set when the waiting prompts are sent.  None until `add` is called for the first time.
         self._flush_event: asyncio.Event | None = None
 
     def add(self, submitted: SubmittedPrompt) -> None:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("espalier.server")
 # A connection is closed if no data arrives within this time after a response.
 KEEP_ALIVE_S = 5.0
-# The most connections that asyncio accepts in one iteration of its loop.  The server can only close them later.
+# The most connections that asyncio accepts in one iteration of its loop.  The server cannot refuse, only close them.
 MAX_ACCEPTS_PER_LOOP_TURN = 16
 # A closed connection holds its descriptor for two more iterations of the loop.
 LOOP_TURNS_TO_CLOSE = 3
@@ -89,7 +89,7 @@ class OpenConnections:
         closed.transport.abort()
 
     def mark_idle(self, connection: "Connection") -> None:
-        """Move a connection to the end of the order when its request has ended."""
+        """Move a connection whose request has ended to the end of the order of `_open`."""
         if connection in self._open:
             del self._open[connection]
             self._open[connection] = None

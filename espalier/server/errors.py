@@ -155,10 +155,10 @@ def _unknown_field_message(model: type[BaseModel], name: str) -> str:
 
 
 def _sibling_fields(model: type[BaseModel], error_path: Sequence[Any]) -> list[str]:
-    """Returns the valid field names of the object with an unknown field.  error_path: the path to this field."""
+    """Returns the valid field names of the object with an unknown field.  error_path: pydantic's path to it."""
     location = _error_location(model, error_path[:-1])
     models = _models_in_annotation(location.owner_model.model_fields[location.name].annotation)
-    # If the object's field `type` selects its class, pydantic's path has the value of `type` before the unknown name.
+    # If the field `type` selects the object's class, pydantic's path contains the value of `type`, next to last.
     typed = [
         m for m in models if "type" in m.model_fields and error_path[-2] in get_args(m.model_fields["type"].annotation)
     ]

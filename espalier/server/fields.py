@@ -80,7 +80,7 @@ SCALAR_TYPES = frozenset((int, float, bool, type(None)))
 
 
 def max_entries(max_count: int) -> BeforeValidator:
-    """Returns a pydantic check that refuses an object with too many entries.  FAIL_FAST works only for lists."""
+    """Returns a pydantic check that refuses a dict with too many entries.  (FAIL_FAST works only for lists.)"""
 
     def check_count(value: Any) -> Any:
         if isinstance(value, dict) and len(value) > max_count:
@@ -296,7 +296,7 @@ class GrammarFields(StrictModel):
                 yield name, _grammar_of(name, value)
 
 
-# The Grammar.kind that a field of vLLM requests, for the fields that are not named like the kind.
+# {field of vLLM: the Grammar.kind that it requests}, for the fields whose name is not the kind.
 VLLM_GRAMMAR_KINDS: Mapping[str, GrammarKind] = {"json": "json_schema", "grammar": "ebnf"}
 
 

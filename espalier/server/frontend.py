@@ -35,11 +35,11 @@ from espalier.text import load_tokenizer
 from espalier.tool_calls.formats import AUTO, find_formats
 
 log = logging.getLogger("espalier.server")
-# A text for /tokenize, or a prompt that will be truncated, may have this number of characters, or
+# A text for /tokenize, or a prompt that will be truncated, may have at most this number of characters, or
 # CHARS_PER_TOKEN * max_context if that is more.
 MAX_TEXT_CHARS = 2**20
 CHARS_PER_TOKEN = 8
-# A request to /detokenize may have this number of token ids, or max_context if that is more.
+# A request to /detokenize may have at most this number of token ids, or max_context if that is more.
 MAX_DETOKENIZED = 2**18
 MAX_CACHED_PARAMS = 256
 

@@ -29,8 +29,8 @@ class HelperProcessFailed(Exception):
 class HelperProcess:
     """Sends frames to a helper process, one at a time.
 
-    process_name: for the log.  max_waiting: how many frames may wait.  refusal_reason: the end of the error if more
-    would wait; the error begins with max_waiting.  program: a module that calls run_helper_loop, and its arguments.
+    process_name: for the log.  max_waiting: how many frames may wait.  refusal_reason: text for the error if more would
+    wait, after the number max_waiting.  program: a module that calls run_helper_loop, and its arguments.
     """
 
     def __init__(self, process_name: str, max_waiting: int, refusal_reason: str, *program: str):

@@ -53,7 +53,7 @@ HALF_CLOSED_CHECK_S = 0.1
 FIRST_PROBE_CHECK = 3
 CHECKS_PER_PROBE = 100
 LINGER_S = 2.0
-# The name of an ASGI extension in the scope.  With its value, an HttpExchange, the application writes events directly.
+# The name of an ASGI extension in the scope.  Its value is an HttpExchange, to which the application writes events.
 EXCHANGE_EXTENSION = "espalier.exchange"
 
 
@@ -92,7 +92,7 @@ class Connection(asyncio.Protocol):
     A client may send FIN after its whole request (half-closed), and still read the response.  FIN alone does not tell
     whether the client has gone.  But data for a client that has gone causes a TCP reset.  So the connection goes on
     writing: interim responses as probes until the response starts, then the response.  In three cases FIN counts as a
-    disconnect: inside a request, on HTTP/1.0 (which has no interim responses), and if further requests have arrived.
+    disconnect: before a request is complete, on HTTP/1.0 (no interim responses), and if a further request has arrived.
     """
 
     transport: asyncio.Transport
@@ -114,7 +114,7 @@ class Connection(asyncio.Protocol):
         self.is_closing_after_error = False
         # True if the connection ends after the response in progress.
         self.ends_after_response = False
-        # OpenConnections reads both: when the connection became idle, and whether no data came after the last response.
+        # For OpenConnections: when the connection became idle, and whether no data came after the last response.
         self.idle_since = self.loop.time()
         self.got_no_data_since_response = False
         self.num_written = 0
@@ -275,6 +275,7 @@ class Connection(asyncio.Protocol):
             self.transport.close()
 
     def _check_half_closed(self, check_number: int) -> None:
+        """Abort if a half-closed client has gone.  Called periodically, with check_number counted from 0."""
         exchange = self.exchange
         assert exchange is not None
         if self.transport.is_closing() or exchange.is_ended:

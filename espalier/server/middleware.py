@@ -101,7 +101,7 @@ class RequestMiddleware:
         finally:
             self.num_open -= 1
             seconds = time.perf_counter() - began_at
-            # No status was sent if the client disconnected, or if the batch was stopped.
+            # No status was sent if the client disconnected, or if the batch that made the request was stopped.
             status = response_sender.status or STATUS_CLIENT_DISCONNECTED
             # Health probes are logged at DEBUG, because they would fill the log.
             level = (

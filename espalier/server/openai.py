@@ -40,7 +40,7 @@ NO_EFFECT_REASONING = NoEffect("the text of the reasoning is read from reasoning
 TokenIds = Annotated[list[int], FAIL_FAST]
 MAX_TEMPLATE_KWARGS = 64
 TemplateKwargs = Annotated[dict[str, Any], max_entries(MAX_TEMPLATE_KWARGS)]
-# In JSON, the keys are strings, and are converted.  In a body that was made from another body, they are token ids.
+# In JSON, the keys are strings, which are converted.  In a body made from a parsed body, the keys are already ints.
 TokenKey = Annotated[int, BeforeValidator(lambda key: whole_number(key) if isinstance(key, str) else key)]
 LogitBias = Annotated[dict[TokenKey, float], max_entries(MAX_BIASES)]
 

@@ -58,7 +58,7 @@ class SubmittedPrompt(msgspec.Struct):
     private: bool = False
 
     def for_prompts(self, prompts: Sequence[list[int]], first_number: int) -> "list[SubmittedPrompt]":
-        """Returns a copy for each prompt.  A copy's name ends with the prompt's number, from `first_number`."""
+        """Returns a copy for each prompt.  A copy's name ends with its number; the first is `first_number`."""
         names_and_prompts = ((f"{self.name}-{number}", prompt) for number, prompt in enumerate(prompts, first_number))
         return [msgspec.structs.replace(self, name=name, prompt=prompt) for name, prompt in names_and_prompts]
 
@@ -111,12 +111,13 @@ class OutputPart(msgspec.Struct, array_like=True):
 class EngineReport(msgspec.Struct):
     """The engine's counters and gauges for /metrics.
 
-    num_steps: engine steps so far.  pages_owned: pages of running requests that are not in the prefix cache.
-    rounds_by_bucket: (padded batch size, whether CUDA graphs exist for this size, number of rounds).  rounds_by_tree:
-    (a tree's sizes as text, number of rounds).  tree_changes: how often another tree was chosen.  by_source: for each
-    source of draft tokens, by its name: [tokens verified, accepted tokens that the scores predict, tokens accepted].
-    abort_steps: for each abort since the last report, the engine steps until the prompt's samples ended.  learn_stats:
-    None without online learning.
+    num_steps: engine steps so far.  num_waiting, num_running: in samples.  pages_owned: pages of running requests
+    that are not in the prefix cache.  rounds_by_bucket: (padded batch size, whether CUDA graphs exist for this size,
+    number of rounds).  rounds_by_tree: (a tree's sizes as text, number of rounds).  tree_changes: how often another
+    tree was chosen.  by_source: for each source of draft tokens, by its name: [tokens verified, accepted tokens that
+    the scores predict, tokens accepted].  low_acceptance: whether almost no draft token is accepted.  abort_steps: for
+    each abort since the last report, the engine steps until the prompt's samples ended.  learn_stats: None without
+    online learning.
     """
 
     num_steps: int = 0
@@ -204,7 +205,8 @@ class Engines(Protocol):
 
     model_info: None before the engines are started.  state: "ready", or one word for why no engine is ready.
     unavailable_reason: this reason as a sentence; "" if an engine is ready.  num_slots: how many samples the engines
-    can run at once now.  max_slots: num_slots if the most engines run.  open_samples: how many samples wait or run.
+    can run at once now.  max_slots: num_slots when the largest number of engines runs.  open_samples: how many
+    samples wait or run.
     """
 
     @property
@@ -298,7 +300,7 @@ class Generation:
         if part.output.finish_reason is not None:
             self.num_running[part.name] -= 1
         if self.error is not None:
-            # Earlier parts may be missing because of the error, so this part is dropped too.
+            # The error may have lost earlier parts of the output, so this part is dropped too.
             return
         self.unread_outputs.append(part)
         if self.listener is None or self.has_ended:

@@ -18,7 +18,7 @@ from espalier.stats import SpeculationStats, Usage
 from espalier.text import TextStream, Tokenizer
 
 to_json = msgspec.json.Encoder().encode
-# Stands for the text in the event from which Choice.event_affixes is made.
+# An example event is made with this text.  The bytes before and after the text become Choice.event_affixes.
 TEXT_PLACEHOLDER = "\0"
 
 
@@ -171,7 +171,7 @@ class ResponseBuilder:
         if choice.event_affixes is None:
             chunk = self.make_chunk(choice, OutputChunk("", text=TEXT_PLACEHOLDER))
             assert chunk is not None
-            # The last placeholder is the text.  Earlier ones may be in values of the client, such as the model's name.
+            # The last placeholder is the text.  Values from the client, such as the model's name, may contain others.
             before, _, after = sse_event(chunk).rpartition(to_json(TEXT_PLACEHOLDER))
             choice.event_affixes = before, after
         before, after = choice.event_affixes
@@ -359,7 +359,8 @@ class CompletionResponseBuilder(ResponseBuilder):
     def _advance_text_offset(self, choice: Choice, token: int, is_echoed: bool) -> int:
         """Returns the token's offset in the text, in characters.  Adds the token's length to choice.text_length.
 
-        A token that continues an incomplete character has the offset of this character.
+        A token that continues an incomplete character has the offset of this character.  is_echoed: whether the token
+        is in the prompt that the response repeats.
         """
         offset, skip = choice.text_length, self.params.skip_special_tokens
         if self.tokenizer is None:

@@ -2,7 +2,7 @@
 
 /openapi.json is for programs.  The page / shows how to call the endpoints, and the page /docs lists endpoints and
 fields.  Both pages load nothing else, so they work offline.  The pages need no API key, as a browser cannot send a key.
-If the server has a key, the pages name no model.
+If the server needs a key, the pages name no model.
 """
 
 import json
@@ -32,7 +32,7 @@ Frontends = ModelFrontend | MultiModelFrontend
 _TEXT_ONLY_REASON = "this server only generates text"
 _STATELESS_REASON = "the server stores nothing between requests"
 _NO_BATCH_DIR = "this server has no place for files and batches; start it with --batch-dir DIR"
-# For the error message: why a path of OpenAI's API is not served.  A key is the beginning of such paths.
+# For the error message: {the beginning of a path of OpenAI's API: why this server has no such paths}.
 REFUSED_PATHS = {
     "/v1/embeddings": _TEXT_ONLY_REASON,
     "/v1/responses/": "the server does not store responses",
@@ -70,8 +70,8 @@ class Endpoint:
     """An HTTP endpoint: one method of one path.
 
     handler: takes the request and, if `body` is set, the parsed body; returns the response.  body: the body's pydantic
-    class, None for no body.  The other fields are for /openapi.json.  summary: one line; an endpoint with "" is left
-    out.  errors: the possible error statuses.  responses: the responses without an error, as
+    class, None for no body.  The other fields are for /openapi.json, which leaves out an endpoint with summary "".
+    errors: the possible error statuses.  responses: the responses without an error, as
     {status: {content type: {"schema": JSON schema}}}.
     """
 
@@ -114,7 +114,7 @@ class PathEndpoints:
             allowed = ", ".join("GET, HEAD" if each == "GET" else each for each in self.by_method)
             message = f"{scope['method']} {scope['path']} is not served; use {allowed}"
             raise ApiError(405, message, headers={"allow": allowed})
-        # The middleware counts requests by route.
+        # The middleware counts requests by this route.
         scope["state"]["route"] = self.path
         http = Request(scope, receive)
         if scope["method"] != "GET" and scope["query_string"]:
@@ -255,7 +255,7 @@ def openapi(endpoints: Sequence[Endpoint], names: Sequence[str]) -> dict[str, An
 def example_requests(frontends: Frontends, needs_key: bool) -> Iterator[tuple[str, str]]:
     """Yields example requests as (path, further arguments of curl).  The key is in the shell's ESPALIER_API_KEY."""
     yield "/v1/models", KEY_ARGUMENT if needs_key else ""
-    if needs_key:  # an example of a generation would name the model, which needs the key
+    if needs_key:  # other examples contain the model's name, which only clients with a key may see
         return
     frontend = frontends.frontend_for(frontends.names[0])
     path, fields = "/v1/completions", dict[str, Any](prompt="Hello")
@@ -302,5 +302,6 @@ def _type_text(schema: dict[str, Any]) -> str:
 
 
 def _short_schema_name(schema: str) -> str:
-    """Returns a schema's name, such as "responses: StreamOptions" if pydantic has added the module's path to it."""
+    """Returns a schema's name for the page.  Pydantic adds the module's path to a name that two modules have; of this
+    path only the module stays: "responses: StreamOptions"."""
     return ": ".join(schema.split("__")[-2:])

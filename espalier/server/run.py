@@ -109,7 +109,7 @@ class HttpServer:
     shutdown_task: asyncio.Task[None] | None = None
 
     def begin_shutdown(self, aborts_requests: bool) -> None:
-        """Begin to drain.  aborts_requests: end the running requests at once instead.  A second call always does so."""
+        """Begin to drain.  aborts_requests: instead end the running requests at once, as a second call always does."""
         was_draining, self.frontend.draining = self.frontend.draining, True
         if not was_draining:
             self.middleware.drain()
@@ -278,7 +278,7 @@ def _import_tokenizer(model: str | None) -> None:
 def bind_listener(host: str, port: int) -> socket.socket:
     """Returns a bound socket.  Call this before the model is loaded, so that a port in use is refused at once."""
     # With SO_REUSEADDR, two servers that load at the same time could bind the same port.  So the first try is without
-    # this option.  The second try has it, because old connections keep the port of an ended server for a minute.
+    # this option.  The second try sets it, because an ended server's old connections keep the port for a minute.
     with suppress(OSError, OverflowError):
         return _bind(host, port, reuse_address=False)
     try:

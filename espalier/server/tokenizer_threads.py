@@ -24,7 +24,7 @@ MAX_INLINE_SIZE = 2048
 
 @dataclass
 class TokenizerThread:
-    """One thread with its tokenizer.  num_unfinished_calls: calls that wait or run, also if their request has ended."""
+    """One thread with its tokenizer.  num_unfinished_calls: calls that wait or run, even if their request has ended."""
 
     inputs: InputProcessor
     executor: ThreadPoolExecutor
@@ -44,7 +44,7 @@ class TokenizerThread:
 class TokenizerThreads:
     """Runs tokenization in the thread for short texts or for long texts.
 
-    inputs: used by the thread for short texts.  The other thread uses a copy."""
+    inputs: used by the thread for short texts.  The thread for long texts uses a copy."""
 
     def __init__(self, inputs: InputProcessor):
         self._short_text_thread = TokenizerThread(inputs, ThreadPoolExecutor(1, "tokenizer-short"))
@@ -80,7 +80,7 @@ class TokenizerThreads:
 
         work(InputProcessor, *values): returns the generator that makes the token ids (chat.RenderLoop).  The generator
         runs in the thread that `run` would choose.  It yields the arguments of a chat template, and is sent the text
-        that `render` returns for them.  size, field, errors: as in `run`.
+        that `render` returns for them.  size, field: as in `run`, and the same errors are raised.
         """
         steps: RenderLoop | None = None
 

@@ -118,7 +118,7 @@ class EngineWorker:
     def _submit(self, submitted: SubmittedPrompt) -> None:
         compiling = self.llm.start_compile(submitted.params.grammar)
         if compiling is None:
-            self._start(submitted, None)
+            self._start_prompt(submitted, None)
         else:
             self.compiling_prompts[submitted.name] = (submitted, compiling)
 
@@ -133,9 +133,9 @@ class EngineWorker:
             except EspalierError as error:
                 self.socket.send(protocol.encode(PromptRefused(name, str(error), isinstance(error, CompilerBusy))))
             else:
-                self._start(submitted, grammar)
+                self._start_prompt(submitted, grammar)
 
-    def _start(self, submitted: SubmittedPrompt, grammar: CompiledGrammar | None) -> None:
+    def _start_prompt(self, submitted: SubmittedPrompt, grammar: CompiledGrammar | None) -> None:
         values = (submitted.prompt, submitted.params, submitted.name, submitted.priority, submitted.detokenize)
         try:
             requests = self.llm.new_requests(*values, grammar, submitted.client, submitted.streamed)
@@ -157,7 +157,7 @@ class EngineWorker:
     def _send(self, chunks: list[OutputChunk]) -> None:
         parts = [self._output_part(chunk) for chunk in chunks]
         is_due = self.abort_steps or not self.llm.engine.has_work or time.monotonic() >= self.next_report_at
-        self.socket.send(protocol.encode(protocol.StepOutput(parts, self._report() if is_due else None)))
+        self.socket.send(protocol.encode(protocol.StepOutput(parts, self._make_report() if is_due else None)))
 
     def _output_part(self, chunk: OutputChunk) -> OutputPart:
         name = chunk.request_id.rpartition(".")[0]
@@ -176,7 +176,7 @@ class EngineWorker:
                 self.abort_steps.append(self.num_steps - running_prompt.abort_step)
         return OutputPart(name, chunk, request.usage, request.stats)
 
-    def _report(self) -> protocol.EngineReport:
+    def _make_report(self) -> protocol.EngineReport:
         self.next_report_at = time.monotonic() + REPORT_INTERVAL_S
         engine = self.llm.engine
         scheduler, pool = engine.scheduler, engine.pool
@@ -293,13 +293,13 @@ def _exit_with_api_server(api_server_pid: int, socket_path: Path) -> Iterator[No
     """During the block, which may load for minutes, ends this process soon after the API server has ended."""
     is_over = threading.Event()
 
-    def watch() -> None:
+    def watch_api_server() -> None:
         while not is_over.wait(API_SERVER_CHECK_MS / 1000):
             if os.getppid() != api_server_pid:
                 _remove_socket(socket_path)
                 os._exit(EXIT_FAILED)
 
-    threading.Thread(target=watch, daemon=True).start()
+    threading.Thread(target=watch_api_server, daemon=True).start()
     try:
         yield
     finally:

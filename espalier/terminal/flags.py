@@ -46,7 +46,7 @@ def add_json_flag(parser: ArgumentParser) -> None:
 
 
 def add_key_flag(parser: ArgumentParser | _ArgumentGroup, help_text: str, several: bool = False) -> None:
-    """Add the flag --api-key, which api_key reads.  several: the flag may be repeated, and api_keys reads it."""
+    """Add the flag --api-key, which api_key reads.  several: the flag may be repeated; read it with api_keys."""
     action = "append" if several else "store"
     parser.add_argument("--api-key", metavar="X", action=action, help=f"{help_text} (${KEY_VARIABLE})")
 

@@ -21,7 +21,7 @@ JSON_TYPE_NAMES: Mapping[type, str] = {
 }
 
 
-# JSON schema keywords that limit a text.  A text may fit such a limit only after the white space around it is removed.
+# JSON schema keywords that limit a text.  White space around a text may break such a limit.
 LIMITING_KEYWORDS = frozenset(("enum", "const", "pattern", "format", "maxLength"))
 MAX_SCHEMA_DEPTH = 16
 Schema = Mapping[str, Any]

@@ -85,6 +85,7 @@ class CallWriter:
 
     @property
     def schema(self) -> Mapping[str, Any]:
+        """The JSON schema of the called tool's parameters."""
         return self.writer.schemas[self._name]
 
     def write_name(self, name: Any) -> None:
@@ -124,7 +125,7 @@ class CallWriter:
 def read_call(
     reader: TextReader, writer: DeltaWriter, opening_marker: str, read_body: Callable[[CallWriter], Steps[None]]
 ) -> Steps[bool]:
-    """Read one call, and return whether the call could be parsed.  If not, its whole text is written as content.
+    """Read one call, and return whether the call could be parsed.  If not, the call's whole text becomes content.
 
     opening_marker: the text of the call that was already read.  read_body: reads the rest of the call.
     """
@@ -206,8 +207,8 @@ NEWLINE_CHARS = "\n"
 
 
 def parse_reasoning(reader: TextReader, writer: DeltaWriter, format: ReasoningFormat) -> Steps[None]:
-    """Read all reasoning that comes next.  Markers, and the newlines before and after them, are dropped, also a
-    begin_marker inside reasoning and an end_marker outside reasoning."""
+    """Read all reasoning that comes next.  All markers and the newlines around them are dropped, even a begin_marker
+    inside reasoning or an end_marker outside reasoning."""
     markers = Markers(format.end_marker, format.begin_marker, strip_before=NEWLINE_CHARS)
     while (marker := (yield from _read_first_marker(reader, format))) is not None:
         writer.in_reasoning = marker == format.begin_marker

@@ -40,7 +40,7 @@ class MessageStream:
         return self.stop_string_finder.found_stop
 
     def take_text(self, final: bool) -> str:
-        """Returns all text since the last call: also reasoning, calls, their markers, and a stop string."""
+        """Returns all text since the last call, also of reasoning, calls, markers.  final: whether no text follows."""
         self._parse_text(final)
         text, self._texts, self._deltas = "".join(self._texts), [], []
         return text

@@ -10,7 +10,7 @@ from espalier.tool_calls.reader import Steps, TextReader
 
 
 class OutputParser:
-    """Parses the text of one output into deltas.  The division into pieces does not change the joined deltas.
+    """Parses the text of one output into deltas.  The text comes in pieces; their sizes do not change the message.
 
     schemas: the JSON schema of each callable tool's parameters, by tool name.  answer_start: the text at the prompt's
     end with which the answer begins.

@@ -143,8 +143,8 @@ def _grammar_node(grammar: Grammar) -> GrammarNode:
 def with_decoded_arguments(message: Mapping[str, Any], arguments_as_text: bool) -> dict[str, Any]:
     """Returns the message with its calls' arguments as objects, or as JSON text if arguments_as_text.
 
-    A call whose arguments are no JSON object was cut off.  The text of such a call becomes content, as it was when the
-    model's answer was parsed.  Raises EspalierError for an entry of tool_calls that is no call.
+    A call whose arguments are no JSON object counts as cut off, and its text becomes content.  The parser of the
+    model's output does the same.  Raises EspalierError for an entry of tool_calls that is no call.
     """
     calls, texts, content = [], [], message.get("content") or ""
     for call in message["tool_calls"]:
@@ -297,8 +297,8 @@ class ChatPlan:
         """Returns the prompt's text from its last turn token on.  The turn token is the last special token that is no
         marker of calls or reasoning; the token that begins message_marker may be the turn token too.
 
-        Without a turn token, returns the reasoning marker at the prompt's end, or "".  Earlier markers do not count,
-        because they may be the user's text.
+        For a prompt without a turn token, returns the reasoning marker at the prompt's end, or "" if the prompt ends
+        with other text.  Earlier markers do not count, because they may be the user's text.
         """
         if self._cached_turn is None or self._cached_turn[0] is not prompt:
             self._cached_turn = prompt, self._find_last_turn(prompt)

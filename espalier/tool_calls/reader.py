@@ -158,7 +158,7 @@ class TextReader:
                 return None
 
     def read_literal(self, *texts: str) -> Steps[str | None]:
-        """If one of `texts` comes next, read and return it, else return None.  No text may begin with another text."""
+        """If one of `texts` comes next, read and return it, else return None.  No text may be the start of another."""
         literal = yield from self.peek_literal(*texts)
         return None if literal is None else self.take_characters(len(literal))
 
@@ -217,7 +217,7 @@ class _JsonEndFinder:
     _in_scalar: bool = False
 
     def scan(self, text: str) -> int:
-        """Returns how many characters of `text`, the next piece, belong to the value."""
+        """Returns how many characters of `text` belong to the value.  text: the next piece of the output."""
         for i, char in enumerate(text):
             if self._in_string:
                 self._in_string = self._escaped or char != '"'

@@ -1,4 +1,4 @@
-"""The formats of tool calls and of reasoning, by name.  By default, a model's chat template shows its formats."""
+"""The formats of tool calls and of reasoning, by name.  By default, the text of a model's chat template decides."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,8 +9,8 @@ from espalier.errors import EspalierError
 from espalier.tool_calls.base import MISTRAL_REASONING, THINK_REASONING, ReasoningFormat, ToolFormat
 from espalier.tool_calls.formats import deepseek, harmony, llama, mistral, tagged
 
-# A chat template gets the first format in this order whose template_signs are all in the template.  So a format comes
-# before formats that have only a part of its signs.
+# A chat template gets the first format in this order whose template_signs are all in the template.  So a format with
+# more signs comes before a format with only some of these signs.
 _TOOL_FORMATS = (
     harmony.TOOL_FORMAT,
     tagged.GLM_FORMAT,
@@ -31,7 +31,7 @@ Format = TypeVar("Format", ToolFormat, ReasoningFormat)
 
 @dataclass(frozen=True)
 class Formats:
-    """A model's formats.  tools: None without tool calls.  reasoning: None without reasoning."""
+    """A model's formats.  tools: None if the model writes no tool calls.  reasoning: None if it does not reason."""
 
     tools: ToolFormat | None = None
     reasoning: ReasoningFormat | None = None
