@@ -31,7 +31,7 @@ STYLES: dict[str, dict[str, Any]] = {
 }
 
 
-USUAL = (("filtered", "eagle3"), ("penalised", "ngram"))
+USUAL = (("sampled", "eagle3"), ("filtered", "eagle3"), ("penalised", "ngram"))
 
 
 def dataset_of_flags(style: dict[str, Any]) -> SamplingParams:
