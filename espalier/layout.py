@@ -225,7 +225,7 @@ class RoundLayout:
         shapes = (self.tree, *(shape for _, of_bucket in self.choices for shape in of_bucket))
         return bool(self.num_text_paths or self.num_sent_paths) or any(shape.shared_rows for shape in shapes)
 
-    @lru_cache(256)  # noqa: B019 (layouts are few and small, and each round asks)
+    @lru_cache(256)  # noqa: B019 (every round calls this, and a process has few, small layouts)
     def with_tree(self, shape: TreeShape) -> "RoundLayout":
         """Returns the layout of rounds with this tree.  Raises EspalierError for a tree above the configured tree.
 
@@ -342,7 +342,7 @@ class RoundLayout:
 
     @property
     def captured_full_passes(self) -> tuple[LaunchForm, ...]:
-        """The forms of prefill passes with about chunk_size rows that can be CUDA graphs, beside captured_passes."""
+        """Further prefill passes that can be CUDA graphs: those with about chunk_size rows, without captured_passes."""
         widths = CAPTURED_WIDTHS[:0:-1] if self.chunk_size > MAX_CAPTURED_ROWS else ()
         sizes = ((width, self.max_pieces(width)) for width in widths)
         forms = (LaunchForm(min(pieces, self.max_batch), width, pieces) for width, pieces in sizes)
@@ -360,7 +360,7 @@ class RoundLayout:
 
     def max_committed_rows(self, num_known: int, rounds_in_flight: int) -> int:
         """Returns the largest possible number of the target's K/V rows in a request's pages before a launch.
-        num_known: index of the last token that the host has read.  rounds_in_flight: launched before this launch."""
+        num_known: index of the last token that the host has read.  rounds_in_flight: rounds that it has not read."""
         return num_known + rounds_in_flight * self.extend_width
 
     def pages_for(self, num_tokens: int) -> int:
@@ -417,7 +417,7 @@ class RoundLayout:
 
     @property
     def max_pages(self) -> int:
-        """The most pages of a KV cache by default: of max_batch requests of max_context tokens, and the dummy page."""
+        """The most pages of a KV cache by default: for max_batch requests of max_context tokens, and the dummy page."""
         return 1 + self.max_batch * self.table_width
 
     def require_batch(self, batch: int) -> None:

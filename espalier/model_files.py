@@ -175,7 +175,7 @@ class GGUF:
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a path has the name of a GGUF file, whose header `read_gguf` reads."""
+    """Whether a path has the suffix of a GGUF file.  The file is not read."""
     return path.suffix.lower() == GGUF_SUFFIX
 
 

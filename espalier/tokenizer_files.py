@@ -69,7 +69,7 @@ def _load_from_gguf(path: Path) -> Any:
 
 
 def _known_split_names() -> Set[str]:
-    """Returns the names of split rules in GGUF files that transformers knows, and the names of GPT-2's rule."""
+    """Returns GGUF's names of the pre-tokenizers that transformers knows, and its names of GPT-2's pre-tokenizer."""
     try:
         from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
     except ImportError:

@@ -78,14 +78,14 @@ def config_without_files(
     switches: dict[str, Any] = {"overlap": False, "prefix_cache": False, "graph_batch": 0, "seed": 0}
     switches |= {"model_impl": "native", "model_overrides": {}}
     switches |= {"num_snapshots": 4 * layout.max_batch * bool(differing_fields.get("prefix_cache"))}
-    fields: dict[str, Any] = {"model": "", "draft": None, "threads": torch.get_num_threads(), **row_fields, **switches}
+    defaults: dict[str, Any] = {"model": "", "draft": None, "threads": torch.get_num_threads()}
     return ResolvedConfig(
         layout=layout,
         algorithm=algorithm,
         attention=attention,
         dtype=name,
         device=str(device),
-        **{**fields, **differing_fields},
+        **{**defaults, **row_fields, **switches, **differing_fields},
     )
 
 

@@ -164,9 +164,9 @@ def adaptive_tree_choices(
 
     Returns None and () if the engine does not choose trees while it runs.
     speculation: the user's settings.  On a CPU, a tree that the user sets runs in every round.  Rounds without a draft
-    pass are chosen only if other sources search texts.
-    can_share_rows: whether requests may share rows; used only on a CPU.  sources: the sources beside the drafter.
-    weights: the sizes of target and draft.  max_steps: the maximum depth of this drafter; None for no limit."""
+    pass are chosen only if `sources` has one that finds its tokens in texts.
+    can_share_rows: whether requests may share rows; used only on a CPU.  sources: names of what proposes tokens beside
+    the drafter.  weights: the sizes of target and draft.  max_steps: the drafter's maximum depth; None for no limit."""
     if speculation.by_batch != "auto" or configured_tree == PLAIN_TREE:
         return None, ()
     looks_up = algorithm != "ngram" and bool(sources)

@@ -210,7 +210,7 @@ def measure_draft(
 
 def write_own_questions(target: Path, path: Path, device: str, seconds: float) -> Path:
     """Writes questions to the file `path`, and returns `path`.  The target generates them itself, as the text after the
-    beginning of a user message (Magpie, arXiv 2406.08464).  Raises EspalierError if it has no chat template."""
+    beginning of a user message (Magpie, arXiv 2406.08464).  Raises EspalierError without a chat template."""
     if path.exists():
         return path
     tokenizer = load_tokenizer(target, int(read_target(target)["vocab_size"]))

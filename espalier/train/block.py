@@ -142,6 +142,7 @@ def accept_lengths(
         return ids, scores
 
     def next_depth(depth: int, rows: DepthRows, out: Candidates) -> DepthRows:
+        """Writes the candidates of `depth` to `out`, and returns the rows of the next depth."""
         assert edges is not None
         factors, states = edges.factors(depth, rows)
         ids_and_scores = topk_tokens(edges.logits(depth, factors))

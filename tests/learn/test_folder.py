@@ -231,7 +231,7 @@ def test_a_draft_that_is_not_whole_is_never_read(broken, tmp_path):
 
 def test_only_the_draft_that_is_served_is_kept(tmp_path):
     folder = learned(tmp_path)
-    assert folder.served_draft() is None and folder.next_draft().name == "2"
+    assert folder.served_draft() is None and folder.new_draft_path().name == "2"
     (folder.drafts / "unfinished").mkdir()
     folder.record_served(folder.drafts / "1")
     assert [each.name for each in folder.drafts.iterdir()] == ["1"]
