@@ -214,6 +214,7 @@ def read_gguf(path: Path) -> GGUF:
 
 
 def _split_model_files(path: Path) -> list[Path]:
+    """Returns all files of a split model.  path: the first of these files, or the only file of a model."""
     split = SPLIT_PATTERN.fullmatch(path.name)
     if split is None:
         return [path]

@@ -324,7 +324,8 @@ class Learner:
         self._judge_draft(self._out_directory)
         self._judged_counts, self._num_failed = self._start_counts, 0
         self.figures.trainings += 1
-        if not self.is_swapping:  # else the texts count as new until the swap is recorded, as a stop loses the draft
+        # During a swap, the texts still count as new, because the draft is lost if the server stops before the end.
+        if not self.is_swapping:
             self.folder.record_trained(self._judged_counts.texts_per_kind)
 
     def _judge_draft(self, draft: Path) -> None:

@@ -83,7 +83,7 @@ def prepare_run(
 
 
 def count_own_rows(config: TrainConfig, data: UserText) -> int:
-    """Returns the number of rows of a batch that the target generated: all rows if the data have no documents."""
+    """Returns how many rows of a batch are text that the target generated: all if the data have no documents."""
     return config.own_rows if len(data.stream) else config.batch
 
 
