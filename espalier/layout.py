@@ -274,7 +274,7 @@ class RoundLayout:
 
     @property
     def extend_width(self) -> int:
-        """The most tokens that one round decides.  The draft's extend pass has a row for each of these tokens."""
+        """The most tokens that one round decides.  The draft also runs over these output tokens."""
         return self.steps + 1
 
     @property
@@ -307,7 +307,7 @@ class RoundLayout:
 
     @property
     def draft_rows(self) -> int:
-        """Rows of the draft's staging buffer: enough for the beams of a round and for any extend pass."""
+        """Rows of the draft's staging buffer: enough for the beams or the output tokens of a round, or a prefill."""
         round_rows = max(
             batch * max(self.block_rows or layout.beam_rows, layout.extend_width)
             for batch, layout in self.largest_rounds
@@ -342,7 +342,7 @@ class RoundLayout:
 
     @property
     def captured_full_passes(self) -> tuple[LaunchForm, ...]:
-        """Further prefill passes that can be CUDA graphs: those with about chunk_size rows, without captured_passes."""
+        """Prefill passes with about chunk_size rows that can be CUDA graphs too, in addition to captured_passes."""
         widths = CAPTURED_WIDTHS[:0:-1] if self.chunk_size > MAX_CAPTURED_ROWS else ()
         sizes = ((width, self.max_pieces(width)) for width in widths)
         forms = (LaunchForm(min(pieces, self.max_batch), width, pieces) for width, pieces in sizes)
@@ -360,7 +360,7 @@ class RoundLayout:
 
     def max_committed_rows(self, num_known: int, rounds_in_flight: int) -> int:
         """Returns the largest possible number of the target's K/V rows in a request's pages before a launch.
-        num_known: index of the last token that the host has read.  rounds_in_flight: rounds that it has not read."""
+        num_known: index of the last token that the host has read.  rounds_in_flight: launched rounds, not yet read."""
         return num_known + rounds_in_flight * self.extend_width
 
     def pages_for(self, num_tokens: int) -> int:

@@ -184,7 +184,7 @@ class Parser(CommandParser):
         return super()._get_values(action, arg_strings)
 
     def _repetition_text(self, action: Action) -> str:
-        """Returns the begin of an error: the spellings of a flag that was given twice, such as --x and --no-x."""
+        """Returns the start of an error message: the spellings of a flag given twice, such as --x and --no-x."""
         arguments = (word.partition("=")[0] for word in self._arguments)
         written = list(dict.fromkeys(flag for flag in arguments if flag in action.option_strings))
         return f"{' and '.join(written)} are both given" if len(written) > 1 else f"{written[0]} is given twice"
@@ -216,18 +216,18 @@ class LazyParser(Parser):
     command: Command | None = None
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        self._load()
+        self._load_flags()
         return super().parse_known_args(args, namespace)
 
     def commands(self) -> Mapping[str, Parser]:
-        self._load()
+        self._load_flags()
         return super().commands()
 
     def all_flags(self) -> list[str]:
-        self._load()
+        self._load_flags()
         return super().all_flags()
 
-    def _load(self) -> None:
+    def _load_flags(self) -> None:
         if self.command is None:
             return
         command, self.command = self.command, None

@@ -1,7 +1,7 @@
 """The folder of --learn: a sample of the served texts, the drafts learned from it, and digests of target and draft.
 
 The sample has only token ids, 4 bytes a token.  A training also needs hidden states and the target's distribution,
-hundreds of kilobytes a token.  The trainer computes both again.  A crash leaves no incomplete file in the sample.
+hundreds of kilobytes a token.  The trainer computes these two again.  A crash leaves no incomplete file in the sample.
 trained.json says how many texts the trainings have read, so a restarted server knows which texts are new.
 """
 
@@ -70,9 +70,9 @@ class KeptTexts:
 
     `add` only queues; `flush` writes.  Different threads may call `add` and `flush`.
     max_bytes: for each kind of texts, the maximum size of its files and its queue together.
-    Kinds are "train" and "held-back".  num_trained: for each kind, how many texts earlier trainings have read.
+    Kinds are "train" and "held-back".  num_trained: for each kind, how many texts trainings had read at the start.
     texts_per_kind: for each kind, how many texts were kept since the folder was made.  num_tokens: the tokens of all
-    texts that no training has read.  num_held_back_tokens: the output tokens of the held-back texts among these."""
+    texts after the first num_trained of each kind.  num_held_back_tokens: the output tokens of the held-back ones."""
 
     def __init__(self, folder: Path, max_bytes: int, num_trained: Mapping[str, int] = NONE_TRAINED) -> None:
         """Raises EspalierError if a file with new texts is damaged."""
@@ -105,7 +105,7 @@ class KeptTexts:
 
     def flush(self) -> None:
         """Writes the queued texts, and removes the oldest files beyond the limit.  Raises OSError if the texts
-        of a kind cannot be written, which are then lost and not counted.  Raises EspalierError for a damaged file."""
+        of a kind cannot be written; they are lost and no longer counted.  Raises EspalierError for a damaged file."""
         for kind in TEXT_KINDS:
             with self._lock:
                 rows, self._queued[kind] = self._queued[kind], []
@@ -345,7 +345,7 @@ def publish_draft(
 
 
 def read_manifest(draft: Path) -> Manifest:
-    """Returns a draft's manifest.  Raises EspalierError if the draft's files have another digest than the manifest."""
+    """Returns a draft's manifest.  Raises EspalierError if the digest of the draft's files is not the manifest's."""
     with suppress(OSError, ValueError, TypeError):
         manifest = Manifest(**json.loads((draft / MANIFEST).read_text()))
         if manifest.digest == _digest(draft):
