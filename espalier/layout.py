@@ -377,7 +377,7 @@ class RoundLayout:
         """Returns the number of pages that a request must hold before a launch.
 
         num_known: index of the last token that the host has read.  rounds: the rounds in flight, and the next launch.
-        end: number of tokens at which the request finishes.  A round after that decides at most one token."""
+        end: number of tokens at which the request finishes.  A round from there on decides at most one token."""
         return self.pages_for(min(num_known + self.max_tokens_ahead(rounds), end + rounds - 1))
 
     def max_accept_depth(self, end: Number, prefix_len: Number) -> Number:

@@ -34,7 +34,7 @@ QUANTIFIER_PATTERN = re.compile(r"(?:(?P<sign>[*+?])|\{(?P<low>\d*)(?P<comma>,?)
 def load_hugging_face_tokenizer(path: Path) -> Any:
     """Returns transformers' tokenizer for a directory or a GGUF file.  Code in the directory never runs.
 
-    Raises EspalierError for files that cannot be loaded, that name code, or whose patterns may not end.
+    Raises EspalierError for files that cannot be loaded, that name code, or with a pattern that may be exponential.
     """
     if is_gguf(path):
         return _load_from_gguf(path)

@@ -99,7 +99,7 @@ def train_auto(target: Path, data: Path | None, out: Path, max_minutes: float, k
         print(f"trial of {kind}: {trials[kind]}", flush=True)
     best = max(trials, key=lambda kind: trials[kind].tokens_per_second)
     clock.print_progress(f"training of {best}")
-    # Assume that the training needs the same time as a trial, besides its steps.  Its draft is measured at more batch
+    # Assume that the training needs the same time outside its steps as a trial.  Its draft is measured at more batch
     # sizes, but the kernels are compiled already.
     seconds = max(step_seconds, int(clock.remaining - overhead))
     train_kind(best, [*common, *text_flags, "--out", str(out)], device, seconds)

@@ -130,8 +130,8 @@ class DraftRun:
 
 def mixed_batches(run: DraftRun, first_batch: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Yields (token ids [batch, length + 1], for each token whether it counts in the loss).
-    count_own_rows(...) rows of a batch are the target's own text, the others are the user's text.  All tokens count but
-    the prompts of conversations."""
+    count_own_rows(...) rows of a batch are the target's own text, the others are the user's text.  All tokens count,
+    except those in the prompts of conversations."""
     config, data, device = run.config, run.files.data, run.target.device
     own_rows = count_own_rows(config, data)
     user_rows = config.batch - own_rows
