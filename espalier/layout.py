@@ -158,9 +158,9 @@ class RoundLayout:
     larger tree, so this tree sets the size of the buffers.
     trees: (n, shape), n ascending.  Rounds of n or more requests, up to the next n, use this shape; smaller rounds use
     the configured tree.
-    choices: (n, shapes), n ascending from 1.  Rounds of n or more requests, up to the next n, use one of these shapes
-    instead of `trees`, at first the first shape.  Batches of one padded size have the same shapes.  Empty if the engine
-    does not choose trees while it runs.
+    choices: (n, shapes), n ascending from 1.  Rounds of n or more requests, up to the next n, use one of these shapes,
+    and not that of `trees`.  The first shape is used at first.  Batches of one padded size have the same shapes.  Empty
+    if the engine does not choose trees while it runs.
     chunk_size: rows of one prefill pass.  busy_chunk_size: the same while streaming users wait; None: chunk_size.
     num_recomputed_tokens: how many rows at the end of a cached prefix the target computes again, for the draft.
     block_rows: rows of the pass in which a block draft proposes all depths; 0 for other drafts.

@@ -99,7 +99,7 @@ class KeptTexts:
                 self._queued[kind].append(row)
                 self._count_texts(kind, [row], 1)
 
-    def is_full(self) -> bool:
+    def must_flush(self) -> bool:
         """Whether the queued texts of some kind would fill half a file."""
         return any(self._queued_bytes(kind) * 2 * NUM_FILES >= self.max_bytes[kind] for kind in TEXT_KINDS)
 

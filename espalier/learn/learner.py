@@ -268,7 +268,7 @@ class Learner:
         now = time.monotonic()
         if self._has_flush_failed and now < self._next_start_at:
             return  # after a failed write, the next one waits until a training may start again
-        if now >= self._next_flush_at or self.kept_texts.is_full():
+        if now >= self._next_flush_at or self.kept_texts.must_flush():
             self._next_flush_at, self._has_flush_failed = now + FLUSH_INTERVAL_S, True
             self.kept_texts.flush()
             self._has_flush_failed = False

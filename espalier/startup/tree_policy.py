@@ -84,7 +84,9 @@ def best_trees(trees: Sequence[TreeShape], costs: PredictedCosts, batch: int) ->
     """Returns plain decoding and the smallest set of trees that is good enough (MIN_TREES, MIN_SET_RATE), in order of
     predicted speed."""
     all_trees = (*trees, PLAIN_TREE)
-    measured, *assumed = (_rates(all_trees, costs, batch, rate) for rate in (FIRST_CHILD_RATES[0], *POSSIBLE_RATES))
+    measured, *assumed = (
+        _token_rates(all_trees, costs, batch, rate) for rate in (FIRST_CHILD_RATES[0], *POSSIBLE_RATES)
+    )
     assumed += [{**rates, tree: rates[tree] * RATE_UNCERTAINTY} for rates in assumed for tree in trees]
 
     def worst_relative_speed(kept: Sequence[TreeShape]) -> float:
@@ -96,7 +98,7 @@ def best_trees(trees: Sequence[TreeShape], costs: PredictedCosts, batch: int) ->
     return tuple(sorted((*kept, PLAIN_TREE), key=lambda tree: -measured[tree]))
 
 
-def _rates(
+def _token_rates(
     trees: Sequence[TreeShape], costs: PredictedCosts, batch: int, first_child_rate: float
 ) -> dict[TreeShape, float]:
     """Returns the tokens per second of a request with each tree.  first_child_rate: the acceptance at depth 1."""
