@@ -89,7 +89,7 @@ class ChatTemplate:
 
     @property
     def source(self) -> str:
-        """The template's text, or "" without a template.  If there are several, the template for tool calls."""
+        """The template's text, or "" without a template.  If the model has several templates, that for tool calls."""
         return self.hf.get_chat_template(tools=[{}]) if getattr(self.hf, "chat_template", None) else ""
 
     def reads_variable(self, variable: str) -> bool:
@@ -335,7 +335,7 @@ class RenamedTokenizer:
 
 
 def _pattern_of(texts: Iterable[str]) -> re.Pattern[str]:
-    """Returns a pattern that matches the longest fitting one of `texts`.  If `texts` is empty, it matches nothing."""
+    """Returns a pattern that matches the longest of `texts` that fits; if `texts` is empty, it matches nothing."""
     ordered = sorted(set(texts), key=lambda text: (-len(text), text))
     return re.compile("(?:" + "|".join(map(re.escape, ordered)) + ")" if ordered else "(?!)")
 

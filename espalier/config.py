@@ -149,7 +149,7 @@ class RoundCosts(Protocol):
     """Predicts the time of a round: drafting a tree for each request, and verifying it.
 
     The object is a plain value, so that it can be sent to another process.
-    uses_clock: whether measured times correct the predictions.  If so, the predictions must be in seconds.
+    uses_clock: whether measured times correct the predictions, which must then be in seconds.
     """
 
     @property

@@ -319,7 +319,7 @@ def _checked_messages(messages: Any) -> list[dict[str, Any]]:
 
 
 def _joined_content(index: int, content: Any) -> str | None:
-    """Returns the content of message `index` as one text, or None.  Raises EspalierError for parts that are no text."""
+    """Returns the content of message `index` as one text, or None.  Raises EspalierError for parts other than text."""
     if content is None or isinstance(content, str):
         return content
     if not isinstance(content, list):

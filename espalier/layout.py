@@ -158,9 +158,9 @@ class RoundLayout:
     larger tree, so this tree sets the size of the buffers.
     trees: (n, shape), n ascending.  Rounds of n or more requests, up to the next n, use this shape; smaller rounds use
     the configured tree.
-    choices: (n, shapes), n ascending from 1.  Rounds of n or more requests, up to the next n, use one of these shapes
-    instead of `trees`, at first the first shape.  Batches of one padded size have the same shapes.  Empty if the engine
-    does not choose trees while it runs.
+    choices: (n, shapes), n ascending from 1.  Rounds of n or more requests, up to the next n, use one of these shapes,
+    and not that of `trees`.  The first shape is used at first.  Batches of one padded size have the same shapes.  Empty
+    if the engine does not choose trees while it runs.
     chunk_size: rows of one prefill pass.  busy_chunk_size: the same while streaming users wait; None: chunk_size.
     num_recomputed_tokens: how many rows at the end of a cached prefix the target computes again, for the draft.
     block_rows: rows of the pass in which a block draft proposes all depths; 0 for other drafts.
@@ -225,7 +225,7 @@ class RoundLayout:
         shapes = (self.tree, *(shape for _, of_bucket in self.choices for shape in of_bucket))
         return bool(self.num_text_paths or self.num_sent_paths) or any(shape.shared_rows for shape in shapes)
 
-    @lru_cache(256)  # noqa: B019 (layouts are few and small, and each round asks)
+    @lru_cache(256)  # noqa: B019 (every round calls this, and a process has few, small layouts)
     def with_tree(self, shape: TreeShape) -> "RoundLayout":
         """Returns the layout of rounds with this tree.  Raises EspalierError for a tree above the configured tree.
 
@@ -274,7 +274,7 @@ class RoundLayout:
 
     @property
     def extend_width(self) -> int:
-        """The most tokens that one round decides.  The draft's extend pass has a row for each of these tokens."""
+        """The most tokens that one round decides.  The draft also runs over these output tokens."""
         return self.steps + 1
 
     @property
@@ -307,7 +307,7 @@ class RoundLayout:
 
     @property
     def draft_rows(self) -> int:
-        """Rows of the draft's staging buffer: enough for the beams of a round and for any extend pass."""
+        """Rows of the draft's staging buffer: enough for the beams or the output tokens of a round, or a prefill."""
         round_rows = max(
             batch * max(self.block_rows or layout.beam_rows, layout.extend_width)
             for batch, layout in self.largest_rounds
@@ -342,7 +342,7 @@ class RoundLayout:
 
     @property
     def captured_full_passes(self) -> tuple[LaunchForm, ...]:
-        """The forms of prefill passes with about chunk_size rows that can be CUDA graphs, beside captured_passes."""
+        """Prefill passes with about chunk_size rows that can be CUDA graphs too, in addition to captured_passes."""
         widths = CAPTURED_WIDTHS[:0:-1] if self.chunk_size > MAX_CAPTURED_ROWS else ()
         sizes = ((width, self.max_pieces(width)) for width in widths)
         forms = (LaunchForm(min(pieces, self.max_batch), width, pieces) for width, pieces in sizes)
@@ -360,7 +360,7 @@ class RoundLayout:
 
     def max_committed_rows(self, num_known: int, rounds_in_flight: int) -> int:
         """Returns the largest possible number of the target's K/V rows in a request's pages before a launch.
-        num_known: index of the last token that the host has read.  rounds_in_flight: launched before this launch."""
+        num_known: index of the last token that the host has read.  rounds_in_flight: launched rounds, not yet read."""
         return num_known + rounds_in_flight * self.extend_width
 
     def pages_for(self, num_tokens: int) -> int:
@@ -377,7 +377,7 @@ class RoundLayout:
         """Returns the number of pages that a request must hold before a launch.
 
         num_known: index of the last token that the host has read.  rounds: the rounds in flight, and the next launch.
-        end: number of tokens at which the request finishes.  A round after that decides at most one token."""
+        end: number of tokens at which the request finishes.  A round from there on decides at most one token."""
         return self.pages_for(min(num_known + self.max_tokens_ahead(rounds), end + rounds - 1))
 
     def max_accept_depth(self, end: Number, prefix_len: Number) -> Number:
@@ -417,7 +417,7 @@ class RoundLayout:
 
     @property
     def max_pages(self) -> int:
-        """The most pages of a KV cache by default: of max_batch requests of max_context tokens, and the dummy page."""
+        """The most pages of a KV cache by default: for max_batch requests of max_context tokens, and the dummy page."""
         return 1 + self.max_batch * self.table_width
 
     def require_batch(self, batch: int) -> None:

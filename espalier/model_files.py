@@ -175,7 +175,7 @@ class GGUF:
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a path has the name of a GGUF file, whose header `read_gguf` reads."""
+    """Whether a path has the suffix of a GGUF file.  The file is not read."""
     return path.suffix.lower() == GGUF_SUFFIX
 
 
@@ -214,6 +214,7 @@ def read_gguf(path: Path) -> GGUF:
 
 
 def _split_model_files(path: Path) -> list[Path]:
+    """Returns all files of a split model.  path: the first of these files, or the only file of a model."""
     split = SPLIT_PATTERN.fullmatch(path.name)
     if split is None:
         return [path]

@@ -42,7 +42,7 @@ def read_records(flag: str, path: Path) -> Iterator[Record]:
 
 
 def _file_values(flag: str, path: Path) -> Iterator[tuple[str, Any]]:
-    """Yields (location, value) for each record, before it is known to be an object."""
+    """Yields (location, value) for each record.  The caller checks that the value is an object."""
     try:
         with path.open("rb") as file:
             is_parquet = file.read(len(PARQUET_MAGIC)) == PARQUET_MAGIC

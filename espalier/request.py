@@ -293,7 +293,7 @@ class IncrementalDetokenizer(Protocol):
     """Turns a request's tokens into text as they arrive.  espalier.text implements the interface."""
 
     def push_token(self, token_id: int) -> str | None:
-        """Add a token.  Returns the stop string once it is complete.  Nothing may be pushed after a stop string."""
+        """Add a token.  Returns the stop string once it is complete.  No token may be pushed after a stop string."""
         ...
 
     def take_text(self, final: bool) -> str:
@@ -411,7 +411,7 @@ class OutputChunk:
     text: may lack the end of the text of token_ids, because the last characters can still change.
     from_draft: for each token, whether it is an accepted draft token.  The target alone picked the other tokens.
     prompt_logprobs: set in the chunk of the first token, for the whole prompt.  If a request ends without a token, its
-    last chunk has those that were read.  finish_reason, stop_reason, error: set in a request's last chunk."""
+    last chunk has those known so far.  finish_reason, stop_reason, error: set in a request's last chunk."""
 
     request_id: str
     index: int = 0

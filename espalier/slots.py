@@ -141,7 +141,7 @@ def guess_numbers_per_slot(layout: RoundLayout) -> int:
 class ScatterUpdate(NamedTuple):
     """New values for n cells of one field of the slot table.  Arrays [n] int64 of numpy or torch.
 
-    indices: the cells' indices in the flattened field.  values: of a float32 field as bits (float_bits)."""
+    indices: the cells' indices in the flattened field.  values: a float32 is given by its bits (float_bits)."""
 
     indices: Any
     values: Any
@@ -164,7 +164,8 @@ class SlotTable:
     own_text_paths: [num_slots, num_text_paths, 1 + steps], kind and tokens of the paths that the last round found in
     the request's prompt and output.
     candidates: [num_slots, num_draft_tokens], the nodes of the request's last tree, packed into numbers
-    (speculate/sources/calibrate.py:pack_nodes).  They include nodes that got none of the batch's shared rows."""
+    (speculate/sources/calibrate.py:pack_nodes).  They include nodes that were not verified,
+    because nodes of other requests had better scores (TreeShape.shared_rows)."""
 
     if TYPE_CHECKING:
 
@@ -265,7 +266,7 @@ class SlotTable:
 
 
 def _slot_rows(init: SlotInit) -> dict[str, Any]:
-    """Returns by field name the first values of the slot's row, or a ScatterUpdate whose indices are columns."""
+    """Returns {field of SlotTable: the first values of the slot's row, or a ScatterUpdate with columns as indices}."""
     numbers = init.numbers
     row: dict[str, Any] = {
         "ints": [numbers[name] for name in INT_COLUMNS],

@@ -79,8 +79,9 @@ class SpeculationStats:
     def add(self, emitted: int, accepted: int, drafted: int, depth: int) -> None:
         """Count one round of one request.
 
-        emitted: how many tokens were kept.  accepted: how many of these were draft tokens; all, if a draft token ended
-        the request.  drafted: how many draft tokens were verified.  depth: the greatest allowed depth."""
+        emitted: how many tokens were kept.  accepted: how many of these were draft tokens: all but the last, or
+        all, if a draft token ended the request.  drafted: how many draft tokens were verified.  depth: the greatest
+        allowed depth."""
         tried = min(emitted, depth)
         self.drafted += drafted
         tried_by_depth, accepted_by_depth = self.rounds_tried_by_depth, self.rounds_accepted_by_depth

@@ -378,8 +378,8 @@ class Detokenizer:
     def _whole_characters(self) -> tuple[int, str]:
         """Returns (number of tokens, their text) up to the last complete character.
 
-        An incomplete character decodes to U+FFFD and has at most 3 tokens.  So the token before the last 3 either ends
-        with a complete character, or the text ends inside this token.
+        An incomplete character decodes to U+FFFD and has at most 3 tokens, so at most the last 3 tokens are left out.
+        If the text before them also ends in U+FFFD, it is cut where it differs from the text of all tokens.
         """
         first = max(self.num_taken, len(self.window) - MAX_TOKENS_PER_CHARACTER + 1)
         text = full_text = self.decode(self.window)

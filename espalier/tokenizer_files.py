@@ -34,7 +34,7 @@ QUANTIFIER_PATTERN = re.compile(r"(?:(?P<sign>[*+?])|\{(?P<low>\d*)(?P<comma>,?)
 def load_hugging_face_tokenizer(path: Path) -> Any:
     """Returns transformers' tokenizer for a directory or a GGUF file.  Code in the directory never runs.
 
-    Raises EspalierError for files that cannot be loaded, that name code, or whose patterns may not end.
+    Raises EspalierError for files that cannot be loaded, that name code, or with a pattern that may be exponential.
     """
     if is_gguf(path):
         return _load_from_gguf(path)
@@ -69,7 +69,7 @@ def _load_from_gguf(path: Path) -> Any:
 
 
 def _known_split_names() -> Set[str]:
-    """Returns the names of split rules in GGUF files that transformers knows, and the names of GPT-2's rule."""
+    """Returns GGUF's names of the pre-tokenizers that transformers knows, and its names of GPT-2's pre-tokenizer."""
     try:
         from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
     except ImportError:

@@ -161,7 +161,7 @@ def show_demo(args: Namespace, console: Console) -> int:
 
 
 def _require_tree(llm: LLM) -> None:
-    """Close an LLM without a tree, and raise EspalierError."""
+    """If the LLM has no tree, close it and raise EspalierError."""
     if not llm.engine.layout.steps:
         llm.close()
         raise EspalierError(
@@ -256,8 +256,8 @@ def _logprobs_text(llm: LLM, prompt: str, prior_tokens: list[int], tokens: list[
 
 
 def _draw_round(console: Console, llm: LLM, traces: list[RoundTrace]) -> None:
-    """Draws the first of the rounds that emitted the most tokens, counted up to the greatest depth of all trees.  So
-    the drawn round may have rejected the last node of the deepest path."""
+    """Draws the first of the rounds that emitted the most tokens.  Rounds that emitted at least as many tokens as the
+    greatest depth of all trees count as equal, so the drawn round may have rejected a node of this depth."""
     if not traces or llm.tokenizer is None:
         return
     deepest = max(trace.tree.depths[-1] if trace.tree.depths else 0 for trace in traces)

@@ -152,7 +152,7 @@ class Parser(CommandParser):
         return [flag for action in self._actions for flag in action.option_strings]
 
     def _deepest_parser(self, namespace: Namespace) -> "Parser":
-        """Returns the parser that lacks a subcommand: that of the given command, or this parser."""
+        """Returns the parser whose subcommand is missing: the given command's, or this parser without a command."""
         return self.commands().get(namespace.command or "", self)
 
     def _unknown_flag_error(self, argument: str, parser: "Parser") -> str:
@@ -179,12 +179,12 @@ class Parser(CommandParser):
         argparse calls this method once for each flag on the command line."""
         if isinstance(action, _StoreAction | BooleanOptionalAction) and action.option_strings:
             if action in self._given_actions:
-                raise ArgumentError(None, f"{self._argument_name(action)}; leave one out")
+                raise ArgumentError(None, f"{self._repetition_text(action)}; leave one out")
             self._given_actions.add(action)
         return super()._get_values(action, arg_strings)
 
-    def _argument_name(self, action: Action) -> str:
-        """Returns the spellings of a flag that was given twice, such as --x and --no-x."""
+    def _repetition_text(self, action: Action) -> str:
+        """Returns the start of an error message: the spellings of a flag given twice, such as --x and --no-x."""
         arguments = (word.partition("=")[0] for word in self._arguments)
         written = list(dict.fromkeys(flag for flag in arguments if flag in action.option_strings))
         return f"{' and '.join(written)} are both given" if len(written) > 1 else f"{written[0]} is given twice"
@@ -216,18 +216,18 @@ class LazyParser(Parser):
     command: Command | None = None
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        self._load()
+        self._load_flags()
         return super().parse_known_args(args, namespace)
 
     def commands(self) -> Mapping[str, Parser]:
-        self._load()
+        self._load_flags()
         return super().commands()
 
     def all_flags(self) -> list[str]:
-        self._load()
+        self._load_flags()
         return super().all_flags()
 
-    def _load(self) -> None:
+    def _load_flags(self) -> None:
         if self.command is None:
             return
         command, self.command = self.command, None

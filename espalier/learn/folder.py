@@ -1,7 +1,7 @@
 """The folder of --learn: a sample of the served texts, the drafts learned from it, and digests of target and draft.
 
 The sample has only token ids, 4 bytes a token.  A training also needs hidden states and the target's distribution,
-hundreds of kilobytes a token.  The trainer computes both again.  A crash leaves no incomplete file in the sample.
+hundreds of kilobytes a token.  The trainer computes these two again.  A crash leaves no incomplete file in the sample.
 trained.json says how many texts the trainings have read, so a restarted server knows which texts are new.
 """
 
@@ -70,9 +70,9 @@ class KeptTexts:
 
     `add` only queues; `flush` writes.  Different threads may call `add` and `flush`.
     max_bytes: for each kind of texts, the maximum size of its files and its queue together.
-    num_trained: for each kind, how many texts the trainings before this start have read.
-    texts_per_kind: the texts kept since the folder was made.  num_tokens: the tokens of all texts that came after those
-    of num_trained.  num_held_back_tokens: the output tokens of the held-back texts among these."""
+    Kinds are "train" and "held-back".  num_trained: for each kind, how many texts trainings had read at the start.
+    texts_per_kind: for each kind, how many texts were kept since the folder was made.  num_tokens: the tokens of all
+    texts after the first num_trained of each kind.  num_held_back_tokens: the output tokens of the held-back ones."""
 
     def __init__(self, folder: Path, max_bytes: int, num_trained: Mapping[str, int] = NONE_TRAINED) -> None:
         """Raises EspalierError if a file with new texts is damaged."""
@@ -99,13 +99,13 @@ class KeptTexts:
                 self._queued[kind].append(row)
                 self._count_texts(kind, [row], 1)
 
-    def is_full(self) -> bool:
+    def must_flush(self) -> bool:
         """Whether the queued texts of some kind would fill half a file."""
         return any(self._queued_bytes(kind) * 2 * NUM_FILES >= self.max_bytes[kind] for kind in TEXT_KINDS)
 
     def flush(self) -> None:
-        """Writes the queued texts, and removes the oldest files beyond the limit.  If the texts of a kind cannot be
-        written, they are lost and no longer counted.  Raises OSError then, or EspalierError if a file is damaged."""
+        """Writes the queued texts, and removes the oldest files beyond the limit.  Raises OSError if the texts
+        of a kind cannot be written; they are lost and no longer counted.  Raises EspalierError for a damaged file."""
         for kind in TEXT_KINDS:
             with self._lock:
                 rows, self._queued[kind] = self._queued[kind], []
@@ -135,7 +135,7 @@ class KeptTexts:
             os.fsync(file.fileno())  # else a file may be empty under its name after a power failure
 
     def _count_written(self, kind: str, num_trained: int) -> None:
-        """Counts the texts in the files of a kind.  num_trained: how many texts of it the trainings have read."""
+        """Counts the texts in the files of a kind.  num_trained: how many of these texts the trainings have read."""
         for file in reversed(self.files(kind)):
             num_before, texts = _num_texts_before(file), list(read_texts([file]))
             num_kept = num_before + len(texts)
@@ -167,6 +167,7 @@ class KeptTexts:
 
 
 def _num_texts_before(file: Path) -> int:
+    """Returns the number in a file's name: how many texts of the file's kind were kept before its first text."""
     return int(file.stem.rpartition(".")[2])
 
 
@@ -276,7 +277,7 @@ class LearnFolder:
         """Records what `num_trained` returns after a restart.  Raises OSError."""
         _write_json(self.path / "trained.json", dict(num_trained))
 
-    def next_draft(self) -> Path:
+    def new_draft_path(self) -> Path:
         numbers = [int(each.name) for each in self.drafts.iterdir() if each.name.isdecimal()]
         return self.drafts / str(max(numbers, default=0) + 1)
 
@@ -344,7 +345,7 @@ def publish_draft(
 
 
 def read_manifest(draft: Path) -> Manifest:
-    """Returns a draft's manifest.  Raises EspalierError if the draft's files have another digest than the manifest."""
+    """Returns a draft's manifest.  Raises EspalierError if the digest of the draft's files is not the manifest's."""
     with suppress(OSError, ValueError, TypeError):
         manifest = Manifest(**json.loads((draft / MANIFEST).read_text()))
         if manifest.digest == _digest(draft):

@@ -95,7 +95,7 @@ def require_learnable(prepared: PreparedEngine) -> str:
 
 
 def _require_trainer_form(kind: str, draft: Path) -> None:
-    """Raises EspalierError if the draft has other weights than the trainer's module."""
+    """Raises EspalierError if the trainer's module cannot load the draft: names or shapes of weights differ."""
     try:
         with torch.device("meta"), warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -151,7 +151,7 @@ class Learner:
     given_draft: the draft given at startup.  draft_dir: the draft that is served."""
 
     def __init__(self, config: LearnConfig, prepared: PreparedEngine, trainer: Sequence[str] = TRAINER_COMMAND) -> None:
-        """Raises EspalierError without changing the folder."""
+        """If this raises EspalierError, the folder of --learn is unchanged."""
         self.config, self.trainer, self.resolved = config, trainer, prepared.resolved
         self.kind, found = require_learnable(prepared), prepared.checkpoint
         assert found.draft_path is not None
@@ -268,14 +268,14 @@ class Learner:
         now = time.monotonic()
         if self._has_flush_failed and now < self._next_start_at:
             return  # after a failed write, the next one waits until a training may start again
-        if now >= self._next_flush_at or self.kept_texts.is_full():
+        if now >= self._next_flush_at or self.kept_texts.must_flush():
             self._next_flush_at, self._has_flush_failed = now + FLUSH_INTERVAL_S, True
             self.kept_texts.flush()
             self._has_flush_failed = False
 
     def _start_training(self) -> None:
         tree = self.resolved.layout.tree
-        self._out_directory, self._start_counts = self.folder.next_draft(), SampleCounts.of(self.kept_texts)
+        self._out_directory, self._start_counts = self.folder.new_draft_path(), SampleCounts.of(self.kept_texts)
         judged_texts = self._judged_counts.texts_per_kind
         new_texts = {kind: count - judged_texts[kind] for kind, count in self._start_counts.texts_per_kind.items()}
         run_config = {
@@ -318,13 +318,14 @@ class Learner:
             return
         self._end_process()
         if status:
-            how = f"was ended by signal {-status}" if status < 0 else f"ended: {self._last_line()}"
+            how = f"was ended by signal {-status}" if status < 0 else f"ended: {self._last_log_line()}"
             self._record_failure(f"the training process {process.pid} {how}")
             return
         self._judge_draft(self._out_directory)
         self._judged_counts, self._num_failed = self._start_counts, 0
         self.figures.trainings += 1
-        if not self.is_swapping:  # else the texts count as new until the swap is recorded, as a stop loses the draft
+        # During a swap, the texts still count as new, because the draft is lost if the server stops before the end.
+        if not self.is_swapping:
             self.folder.record_trained(self._judged_counts.texts_per_kind)
 
     def _judge_draft(self, draft: Path) -> None:
@@ -379,10 +380,11 @@ class Learner:
         self.figures.failures += 1
         pause = min(FIRST_PAUSE_S * 2 ** (self._num_failed - 1), LONGEST_PAUSE_S)
         self._next_start_at = time.monotonic() + pause
-        self._tokens_when_trained = self.kept_texts.num_tokens - self.config.tokens  # due again after the pause
+        # The next training waits only for the pause, not for new texts.
+        self._tokens_when_trained = self.kept_texts.num_tokens - self.config.tokens
         log.warning("learning: %s; serving goes on, and the next try is in %g s", reason, pause)
 
-    def _last_line(self) -> str:
+    def _last_log_line(self) -> str:
         with suppress(OSError):
             lines = (self.folder.path / "trainer.log").read_text(errors="replace").split("\n")
             return next((line for line in reversed(lines) if line.strip()), "without a word")

@@ -78,14 +78,14 @@ def config_without_files(
     switches: dict[str, Any] = {"overlap": False, "prefix_cache": False, "graph_batch": 0, "seed": 0}
     switches |= {"model_impl": "native", "model_overrides": {}}
     switches |= {"num_snapshots": 4 * layout.max_batch * bool(differing_fields.get("prefix_cache"))}
-    fields: dict[str, Any] = {"model": "", "draft": None, "threads": torch.get_num_threads(), **row_fields, **switches}
+    defaults: dict[str, Any] = {"model": "", "draft": None, "threads": torch.get_num_threads()}
     return ResolvedConfig(
         layout=layout,
         algorithm=algorithm,
         attention=attention,
         dtype=name,
         device=str(device),
-        **{**fields, **differing_fields},
+        **{**defaults, **row_fields, **switches, **differing_fields},
     )
 
 
@@ -194,7 +194,8 @@ def make_runner(loaded: LoadedModels) -> ModelRunner:
     backend = grouped_backend(config.attention, *setting, target_layers, exact_lengths=exact_lengths)
     scales = kv_scales(target) if config.kv_dtype == FP8_KV else None
     pages = PagedKV(layout, config.num_pages, specs, len(target_layers), dtype, device, scales)
-    # Module k of a draft has no K/V rows below position k.  With several modules, the host knows no exact lengths.
+    # Module k of an MTP draft has no K/V rows below position k.  So with several modules, the host knows no exact
+    # lengths.
     exact = exact_lengths and layout.num_recomputed_tokens <= 1
     draft_backend = grouped_backend(
         config.draft_attention, *setting, draft_layers, layout.num_recomputed_tokens > 0, exact

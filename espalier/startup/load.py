@@ -84,7 +84,7 @@ def find_checkpoint(config: EngineConfig) -> Checkpoint:
     algorithm = choose_algorithm(config, None if used_draft is None else draft_algorithm(used_draft))
     if used_draft is None:
         if draft_path is not None:
-            # With speculation=None, plain decoding is what the user asks for.
+            # With speculation=None, the user asked for plain decoding, so this is no warning.
             level = logging.INFO if config.speculation is None else logging.WARNING
             log.log(level, "draft %s is not loaded: algorithm is %s", draft_path, algorithm)
         return Checkpoint(target_path, target, None, None, DraftSpec(algorithm))

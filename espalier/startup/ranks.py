@@ -77,7 +77,7 @@ def connect_ranks(device: torch.device, rendezvous_file: Path, rank: int, num_ra
 
 
 RANK_MODULE = "espalier.startup.rank_process"
-# Only rank 0 shows progress bars.
+# Environment variables for the processes of ranks 1 and above, so that only rank 0 shows progress bars.
 NO_TERMINAL_VARIABLES = MappingProxyType({"TERM": "dumb", "TTY_COMPATIBLE": "0"})
 
 

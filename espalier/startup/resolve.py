@@ -412,7 +412,7 @@ def _machine_memory() -> int:
 
 
 def _cgroup_memory() -> list[int]:
-    """Returns the bytes that this process's control group may still use, by v2 and v1 limits; 2**63 without limits."""
+    """Returns 2**63, and the bytes that each limit of cgroups v2 and v1 still leaves to this control group."""
     remaining = [2**63]
     for limit, used, statistics, cached in CGROUP_FILES:
         try:

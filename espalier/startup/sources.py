@@ -11,7 +11,7 @@ from espalier.errors import EspalierError
 from espalier.layout import TreeShape
 from espalier.slots import SOURCES
 
-# How many token sequences join a tree at most: sequences from the request's own text, and sequences from the host.
+# The most token sequences that join a tree: from the request's own text, and from the host's other sources.
 TEXT_PATHS, SENT_PATHS = 2, 2
 INDEX_BYTES = 2**26
 

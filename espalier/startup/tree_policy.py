@@ -84,7 +84,9 @@ def best_trees(trees: Sequence[TreeShape], costs: PredictedCosts, batch: int) ->
     """Returns plain decoding and the smallest set of trees that is good enough (MIN_TREES, MIN_SET_RATE), in order of
     predicted speed."""
     all_trees = (*trees, PLAIN_TREE)
-    measured, *assumed = (_rates(all_trees, costs, batch, rate) for rate in (FIRST_CHILD_RATES[0], *POSSIBLE_RATES))
+    measured, *assumed = (
+        _token_rates(all_trees, costs, batch, rate) for rate in (FIRST_CHILD_RATES[0], *POSSIBLE_RATES)
+    )
     assumed += [{**rates, tree: rates[tree] * RATE_UNCERTAINTY} for rates in assumed for tree in trees]
 
     def worst_relative_speed(kept: Sequence[TreeShape]) -> float:
@@ -96,7 +98,7 @@ def best_trees(trees: Sequence[TreeShape], costs: PredictedCosts, batch: int) ->
     return tuple(sorted((*kept, PLAIN_TREE), key=lambda tree: -measured[tree]))
 
 
-def _rates(
+def _token_rates(
     trees: Sequence[TreeShape], costs: PredictedCosts, batch: int, first_child_rate: float
 ) -> dict[TreeShape, float]:
     """Returns the tokens per second of a request with each tree.  first_child_rate: the acceptance at depth 1."""
@@ -164,9 +166,9 @@ def adaptive_tree_choices(
 
     Returns None and () if the engine does not choose trees while it runs.
     speculation: the user's settings.  On a CPU, a tree that the user sets runs in every round.  Rounds without a draft
-    pass are chosen only if other sources search texts.
-    can_share_rows: whether requests may share rows; used only on a CPU.  sources: the sources beside the drafter.
-    weights: the sizes of target and draft.  max_steps: the maximum depth of this drafter; None for no limit."""
+    pass are chosen only if `sources` has one that finds its tokens in texts.
+    can_share_rows: whether requests may share rows; used only on a CPU.  sources: names of what proposes tokens beside
+    the drafter.  weights: the sizes of target and draft.  max_steps: the drafter's maximum depth; None for no limit."""
     if speculation.by_batch != "auto" or configured_tree == PLAIN_TREE:
         return None, ()
     looks_up = algorithm != "ngram" and bool(sources)

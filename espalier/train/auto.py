@@ -99,7 +99,7 @@ def train_auto(target: Path, data: Path | None, out: Path, max_minutes: float, k
         print(f"trial of {kind}: {trials[kind]}", flush=True)
     best = max(trials, key=lambda kind: trials[kind].tokens_per_second)
     clock.print_progress(f"training of {best}")
-    # Assume that the training needs the same time as a trial, besides its steps.  Its draft is measured at more batch
+    # Assume that the training needs the same time outside its steps as a trial.  Its draft is measured at more batch
     # sizes, but the kernels are compiled already.
     seconds = max(step_seconds, int(clock.remaining - overhead))
     train_kind(best, [*common, *text_flags, "--out", str(out)], device, seconds)
@@ -165,11 +165,11 @@ def run_espalier(*command: str) -> None:
         raise OSError(f"espalier {command[0]} {command[1]} {why}")
 
 
-def make_own_text(common_flags: list[str], work_dir: Path, device: str, seconds: float) -> list[str]:
+def make_own_text(common_flags: list[str], work_dir: Path, device: str, max_seconds: float) -> list[str]:
     """Generates training text with the target (its own text).  Returns the flags that a training needs to use it."""
     flags = ["--continuation-tokens", str(ANSWER_TOKENS[device]), "--generate-batch", str(PROMPTS_PER_BATCH[device])]
     if not (work_dir / "own_text-0.npz").exists():
-        run_espalier("train", "own-text", *common_flags, *flags, "--text-seconds", str(max(1, int(seconds))))
+        run_espalier("train", "own-text", *common_flags, *flags, "--text-seconds", str(max(1, int(max_seconds))))
     return [*flags, *SIZE_FLAGS[device].split()]
 
 
@@ -208,9 +208,9 @@ def measure_draft(
     return DraftSpeed(best["tokens_per_second"], plain["tokens_per_second"], best["accept_length"])
 
 
-def write_own_questions(target: Path, path: Path, device: str, seconds: float) -> Path:
+def write_own_questions(target: Path, path: Path, device: str, max_seconds: float) -> Path:
     """Writes questions to the file `path`, and returns `path`.  The target generates them itself, as the text after the
-    beginning of a user message (Magpie, arXiv 2406.08464).  Raises EspalierError if it has no chat template."""
+    beginning of a user message (Magpie, arXiv 2406.08464).  Raises EspalierError without a chat template."""
     if path.exists():
         return path
     tokenizer = load_tokenizer(target, int(read_target(target)["vocab_size"]))
@@ -222,7 +222,7 @@ def write_own_questions(target: Path, path: Path, device: str, seconds: float) -
     num_tokens, batch_size, questions, rounds = QUESTION_TOKENS[device], PROMPTS_PER_BATCH[device], dict[str, None](), 0
     with TargetWriter(target, len(prompt_start) + num_tokens, batch_size) as writer:
         started_at, seconds_passed = time.perf_counter(), 0.0
-        while seconds_passed < seconds and rounds * batch_size < MAX_QUESTIONS[device]:
+        while seconds_passed < max_seconds and rounds * batch_size < MAX_QUESTIONS[device]:
             rounds += 1
             texts = writer.continuations([prompt_start] * batch_size, num_tokens, 1.0, seed=rounds)
             texts_of_target = (tokenizer.decode(text[len(prompt_start) :].tolist()).strip() for text in texts)

@@ -31,8 +31,8 @@ MEASURED_TREES = {"chain": (1, 0), "tree of 16": (8, 16), "tree of 64": (8, 64)}
 
 def new_head(target: Eagle3Target, config: BlockConfig) -> BlockHead:
     torch.manual_seed(config.seed)
-    fields: dict[str, Any] = layer_fields(target.config, config.intermediate_size)
-    mask = config.mask_token if config.mask_token >= 0 else fields["vocab_size"] - 1
+    sizes: dict[str, Any] = layer_fields(target.config, config.intermediate_size)
+    mask = config.mask_token if config.mask_token >= 0 else sizes["vocab_size"] - 1
     shape = BlockShape(
         num_hidden_layers=config.layers,
         block_size=config.block_size,
@@ -40,7 +40,7 @@ def new_head(target: Eagle3Target, config: BlockConfig) -> BlockHead:
         edge_rank=config.edge_rank,
         edge_kind=config.edge_kind,
         mask_token_id=mask,
-        **fields,
+        **sizes,
     )
     head = BlockHead(shape).to(target.device)
     head.norm.weight.data.copy_(target.final_norm)
@@ -142,6 +142,7 @@ def accept_lengths(
         return ids, scores
 
     def next_depth(depth: int, rows: DepthRows, out: Candidates) -> DepthRows:
+        """Writes the candidates of `depth` to `out`, and returns the rows of the next depth."""
         assert edges is not None
         factors, states = edges.factors(depth, rows)
         ids_and_scores = topk_tokens(edges.logits(depth, factors))

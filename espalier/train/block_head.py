@@ -185,7 +185,7 @@ def block_loss(
     lm_head: [V, H], the target's lm_head.  embeds: the embeddings of the tokens and of the mask token.  tokens: [B, R],
     at positions 1 .. R.  features: [B, R, F], at positions 0 .. R-1.  target_logits: [B, R, V], at positions 1 .. R.
     loss_mask: bool [B, R], the positions that count in the loss.  anchors: [A], from 1 to R - S + 1.
-    decay: the weight of a depth, relative to the preceding depth.  The Markov head reads the text's own tokens."""
+    decay: the weight of a depth, relative to the preceding depth.  The Markov head uses teacher forcing."""
     outputs = head(embeds[0][:, anchors - 1], embeds[1], features, anchors)
     # Depth d follows the token at position anchor + d, which has index anchor + d - 1 in tokens and target_logits.
     token_indices = anchors[:, None] + torch.arange(head.shape.block_size, device=anchors.device) - 1

@@ -45,8 +45,9 @@ held-out prompts; `agreement_n` the share of the draft's likeliest tokens at dep
 def write_card(
     out: Path, kind: str, target: Path, data: UserText, figures: Mapping[str, float], config: TrainConfig
 ) -> None:
-    kinds = Counter(conversation.kind or "conversations" for conversation in data.conversations)
-    sources = [f"{count} {name}" for name, count in kinds.items()]
+    """Writes the README.md of a draft of kind `kind`.  figures: the results of its training, by name."""
+    num_conversations = Counter(conversation.kind or "conversations" for conversation in data.conversations)
+    sources = [f"{count} {name}" for name, count in num_conversations.items()]
     sources += [f"{len(data.stream)} tokens of documents"] if len(data.stream) else []
     text = CARD_TEMPLATE.format(
         kind=kind,

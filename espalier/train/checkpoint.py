@@ -50,8 +50,8 @@ def read_shape(layer_config: dict[str, Any], shape_type: type[Shape], **other_fi
 
 
 def make_draft_shape(target_config: dict[str, Any], draft_vocab_size: int, intermediate_size: int | None) -> DraftShape:
-    fields: dict[str, Any] = layer_fields(target_config, intermediate_size)
-    return DraftShape(draft_vocab_size=draft_vocab_size, target_hidden_size=fields["hidden_size"], **fields)
+    sizes: dict[str, Any] = layer_fields(target_config, intermediate_size)
+    return DraftShape(draft_vocab_size=draft_vocab_size, target_hidden_size=sizes["hidden_size"], **sizes)
 
 
 def write_checkpoint(config: dict[str, Any], module: nn.Module, out: Path) -> None:

@@ -1,8 +1,8 @@
 """A draft's attention during the training-time test (EAGLE-3, arXiv 2503.01840).
 
 In this test, a layer runs in several steps.  From the second step on, it reads its own output.  In the first step,
-attention is causal.  In a later step, a row also attends to its own keys of the steps since (its chain), so this module
-computes the attention scores itself.
+attention is causal.  In a later step, a row also attends to its own keys of all steps after the first (its
+chain), so this module computes the attention scores itself.
 """
 
 from __future__ import annotations

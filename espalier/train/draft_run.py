@@ -83,7 +83,7 @@ def prepare_run(
 
 
 def count_own_rows(config: TrainConfig, data: UserText) -> int:
-    """Returns the number of rows of a batch that the target generated: all rows if the data have no documents."""
+    """Returns how many rows of a batch are text that the target generated: all if the data have no documents."""
     return config.own_rows if len(data.stream) else config.batch
 
 
@@ -130,8 +130,8 @@ class DraftRun:
 
 def mixed_batches(run: DraftRun, first_batch: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Yields (token ids [batch, length + 1], for each token whether it counts in the loss).
-    count_own_rows(...) rows of a batch are the target's own text, the others are the user's text.  All tokens count but
-    the prompts of conversations."""
+    count_own_rows(...) rows of a batch are the target's own text, the others are the user's text.  All tokens count,
+    except those in the prompts of conversations."""
     config, data, device = run.config, run.files.data, run.target.device
     own_rows = count_own_rows(config, data)
     user_rows = config.batch - own_rows

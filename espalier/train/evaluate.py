@@ -36,8 +36,9 @@ class Beams:
     chain: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def select(self, index: Tensor, candidates: tuple[Tensor, Tensor, Tensor], parents: Tensor) -> Beams:
-        """Returns the rows of the next depth.  index: [N, K], the best candidates.  candidates: their (tokens, scores,
-        on_path), [N, M] each.  parents: [N, K], the row of this depth that each best candidate continues."""
+        """Returns the rows of the next depth.  index: [N, K], the best of M candidates.  candidates: (tokens,
+        scores, on_path) of all candidates, [N, M] each.  parents: [N, K], the row of this depth that each best
+        candidate continues."""
         tokens, scores, on_path = (v.gather(1, index) for v in candidates)
         return Beams(tokens, scores, on_path, select_rows(self.features, parents), self.chain)
 
@@ -90,7 +91,7 @@ def accept_lengths(
 
 
 def causal_rows(draft: Eagle3Draft, embeds: Tensor, features: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes the draft rows of the text, whose features come from the target.  Returns (outputs [R, H], keys and
+    """Runs the draft on all rows of the text, with the target's features.  Returns (outputs [R, H], keys and
     values, [heads, R, head_dim] each)."""
     feature = draft.fc(features)
     cos, sin = draft.rope(torch.arange(len(features), device=features.device))
@@ -136,15 +137,15 @@ def make_report(lengths: list[Tensor], texts: list[np.ndarray], output_starts: l
     """Returns the report.  lengths: for each text, the accept length of a round at each position of the output."""
     fresh_lengths: list[float] = []
     repeated_lengths: list[float] = []
-    every_length: list[float] = []
+    all_lengths: list[float] = []
     for accepted, text, first in zip(lengths, texts, output_starts, strict=True):
         is_repeated, root, values = find_repeats(text), first, accepted.tolist()
-        every_length += values
+        all_lengths += values
         while root - first < len(values):
             length = values[root - first]
             (repeated_lengths if is_repeated[root] else fresh_lengths).append(length)
             root += length
-    means = [float(np.mean(x)) if x else float("nan") for x in (fresh_lengths, repeated_lengths, every_length)]
+    means = [float(np.mean(x)) if x else float("nan") for x in (fresh_lengths, repeated_lengths, all_lengths)]
     num_repeated, num_rounds = len(repeated_lengths), len(repeated_lengths) + len(fresh_lengths)
     return AcceptReport(means[0], means[1], means[2], num_repeated / max(1, num_rounds))
 

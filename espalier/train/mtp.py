@@ -20,8 +20,8 @@ from espalier.train.target import FrozenTarget
 
 def new_head(target: FrozenTarget, config: MtpConfig) -> MtpHead:
     torch.manual_seed(config.seed)
-    fields: dict[str, Any] = layer_fields(target.config, config.intermediate_size)
-    head = MtpHead(LlamaShape(num_hidden_layers=config.layers, **fields), config.form).to(target.device)
+    sizes: dict[str, Any] = layer_fields(target.config, config.intermediate_size)
+    head = MtpHead(LlamaShape(num_hidden_layers=config.layers, **sizes), config.form).to(target.device)
     for layer in head.layers:
         layer.final_layernorm.weight.data.copy_(target.final_norm)
     return head

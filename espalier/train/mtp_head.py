@@ -51,7 +51,7 @@ class MtpLayer(nn.Module):
 
 
 class MtpHead(nn.Module):
-    """An MTP head.  shape: the sizes of its layers; num_hidden_layers is N."""
+    """An MTP head.  shape: the sizes of its layers; num_hidden_layers: the number of MTP layers."""
 
     def __init__(self, shape: LlamaShape, hidden_form: HiddenForm) -> None:
         super().__init__()

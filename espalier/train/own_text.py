@@ -49,7 +49,7 @@ class OwnText:
 
 
 def print_planned_work(config: OwnTextConfig, makes_text: bool) -> None:
-    """Prints the device, the planned work and, on a CPU, flags for a shorter run.  makes_text: if text is generated."""
+    """Prints the device, the planned work and, on a CPU, flags for a shorter run.  makes_text: whether text is made."""
     device, work, trial = training_device(), [], TRIAL_FLAGS
     if makes_text:
         most = "" if config.text_seconds is None else f" within {format_minutes(config.text_seconds)}"

@@ -116,7 +116,7 @@ class TrainConfig(OwnTextConfig):
 
     @property
     def own_rows(self) -> int:
-        """The number of rows of a batch that the target generated."""
+        """How many rows of a batch are text that the target generated."""
         return round(self.own_share * self.batch)
 
     def require_target(self, target_config: Mapping[str, Any]) -> None:

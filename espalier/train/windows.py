@@ -93,7 +93,8 @@ class TextRows:
         self.text_starts = np.cumsum(texts.lengths) - texts.lengths
 
     def epoch_order(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns (indices into texts.tokens in the epoch's order of texts, where each row begins in these indices)."""
+        """Returns (indices, row_starts).  indices: into texts.tokens, with the texts in the epoch's order.  row_starts:
+        the positions in `indices` at which the rows begin."""
         order = np.random.default_rng((self.seed, epoch)).permutation(len(self.text_starts))
         lengths, size = self.texts.lengths[order], self.length + 1
         ends = np.cumsum(lengths)

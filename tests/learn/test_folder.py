@@ -35,7 +35,7 @@ def test_the_sample_is_bounded_and_keeps_the_newest_texts_as_they_were(texts, ma
         assert length >= of_folder.MIN_OUTPUT_TOKENS or sum(sample.texts_per_kind.values()) == before
         if sum(sample.texts_per_kind.values()) > before:
             added.append((prompt, output))
-        if flushes or sample.is_full():
+        if flushes or sample.must_flush():
             sample.flush()
         assert sample.num_bytes <= max_bytes
     sample.flush()
@@ -104,7 +104,7 @@ def test_what_is_on_disk_counts_after_a_restart_less_what_was_trained_on(max_byt
             sample.flush()
             trained, *of_trained = counts_of(sample)
         sample.add([number], [number] * (16 + number % 5))
-        if sample.is_full():
+        if sample.must_flush():
             sample.flush()
     sample.flush()
     texts, *tokens = counts_of(sample)
@@ -231,7 +231,7 @@ def test_a_draft_that_is_not_whole_is_never_read(broken, tmp_path):
 
 def test_only_the_draft_that_is_served_is_kept(tmp_path):
     folder = learned(tmp_path)
-    assert folder.served_draft() is None and folder.next_draft().name == "2"
+    assert folder.served_draft() is None and folder.new_draft_path().name == "2"
     (folder.drafts / "unfinished").mkdir()
     folder.record_served(folder.drafts / "1")
     assert [each.name for each in folder.drafts.iterdir()] == ["1"]
