@@ -186,7 +186,9 @@ class DeclaredWeights(Weights):
     def stacked_matrix(
         self, name: str, matrix_name: str, num_experts: int, rows: Sequence[SizeOrPart], columns: SizeOrPart
     ) -> QuantisedMatrix:
-        """Returns a placeholder: one expert with this rank's rows (which a layer may reorder) and two columns."""
+        """Checks that ranks can divide the experts' matrices.  Returns a small int4 matrix in their place: one expert
+        with two columns, which one byte a row stores, and with all rows of this rank, because a layer may reorder
+        rows."""
         format, column_part = self.formats(name), as_rank_part(columns)
         self.require_parts([f"{name}{matrix_name}"], (*rows, columns))
         with self._matrix_names_in_errors([name]):

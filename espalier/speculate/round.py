@@ -361,10 +361,10 @@ def void_padding(runner: ModelRunner, tokens: Tensor, exists: Tensor) -> Tensor:
 def compute_prompt_logprobs(
     runner: ModelRunner, slots: BatchState, positions: Tensor, hidden: Tensor, rows: PromptRows
 ) -> Logprobs:
-    """Returns the log-probabilities of the prompt tokens that follow `rows`.  positions: [P, W], hidden: [P, W, H], of
-    all rows of the pass.
+    """Returns the log-probabilities of the prompt tokens that follow `rows`.
 
-    The last of these prompt tokens may be the first token of the next pass."""
+    positions, hidden: [P, W] and [P, W, H], the positions and hidden states of a prefill pass of P pieces with W rows
+    each.  The last of these prompt tokens may be the first token of the next pass."""
     following = rows.select(slots.history_at(positions + 1))
     max_rows = max_logit_rows(runner.target.config.vocab_size)
     return prompt_logprobs(runner.target.logits, rows.select(hidden), following, max_rows, rows.max_top_logprobs)

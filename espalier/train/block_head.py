@@ -154,7 +154,8 @@ class BlockHead(nn.Module):
     def forward(self, roots: Tensor, mask_embed: Tensor, features: Tensor, anchors: Tensor) -> Tensor:
         """Returns [B, A, S, H], the inputs of the lm_head for A blocks.
         anchors: [A], the positions of the blocks' roots.  roots: [B, A, H], the embeddings of the roots.
-        mask_embed: [H], the embedding of the mask token.  features: [B, T, F], of tokens 0 .. T-1."""
+        mask_embed: [H], the embedding of the mask token.  features: [B, T, num_features · H], the concatenated hidden
+        states of several target layers for tokens 0 .. T-1."""
         size, num_blocks = self.shape.block_size, len(anchors)
         masks = mask_embed.expand(*roots.shape[:2], size - 1, -1)
         x = torch.cat((roots[:, :, None], masks), 2).flatten(1, 2)

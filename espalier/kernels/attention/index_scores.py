@@ -72,8 +72,8 @@ def _store_scores(
 ):  # fmt: skip
     """Store scores [BLOCK_N, QUERIES] of rows below num_rows, and the highest score of each group of rows.
 
-    first_column: the column of out_ptr for the first committed row, or for the first staged row.  first_group: the
-    column of group_max_ptr for the group of this row."""
+    The rows are either the committed rows or the staged rows.  first_column: the column of out_ptr for their first row.
+    first_group: the column of group_max_ptr for their first group."""
     BLOCK_N: tl.constexpr = score.shape[0]
     QUERIES: tl.constexpr = score.shape[1]
     row = block_index * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]

@@ -120,6 +120,8 @@ def _attend_work_item(
 def _attend_work_items(
     q_shared, weight_shared, stages, plan, q_rows, ancestor_bits, results, scale, CONSTANTS: gl.constexpr,
 ):
+    """Attend to all work items of this program.  q_shared: the buffers in shared memory for a work item's queries: the
+    left half of the latent columns, the right half, and the RoPE columns."""
     HEADS: gl.constexpr = CONSTANTS.GROUP_SIZE
     HALF: gl.constexpr = CONSTANTS.OUT_SIZE
     COLUMNS: gl.constexpr = q_shared[0].shape[0]

@@ -54,7 +54,8 @@ def weight_rows_of_block(block_index, num_out, IS_GATED: gl.constexpr, LAYOUT: g
 
 @gluon_kernel
 def num_row_scales(num_in, CODE: gl.constexpr):
-    """Returns the number of scales of a weight row: one for each int4 group, or words of 4 scales for E2M1."""
+    """Returns how many elements hold the scales of a weight row.  For int4, each group of 128 columns has one element.
+    For E2M1, an element is a word of 4 scales."""
     return gl.cdiv(num_in, 128) if CODE == "int4" else gl.cdiv(num_in, 256) * _num_scale_words(CODE)
 
 
@@ -109,7 +110,8 @@ def _decode_int4(w, offset, A_LAYOUT: gl.constexpr):
 def _decode_e2m1(w, factors, FIRST_HALF: gl.constexpr, SECOND_HALF: gl.constexpr, A_LAYOUT: gl.constexpr):
     """Decode 64 columns of E2M1, see quantised_nibbles.py:_decode_e2m1.
 
-    FIRST_HALF, SECOND_HALF: the half of `factors` that holds the factor of a word's first and last 16 columns."""
+    factors: words of two factors.  A factor multiplies 16 columns: their scale times a power of two.
+    FIRST_HALF, SECOND_HALF: the half of the word, "low" or "high", with the factor of the first and last 16 columns."""
     zero = w & 0 | 0x80008000
     first = _multiply_add_pair(w & 0x81C081C0, factors, zero, FIRST_HALF)
     second = _multiply_add_pair((w << 4) & 0x81C081C0, factors, zero, FIRST_HALF)
