@@ -37,9 +37,7 @@ def hopper_attention_kernel(
     ATTEND_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr, LOAD_WARPS: gl.constexpr,
     CONVERT_REGISTERS: gl.constexpr, CONVERT_WARPS: gl.constexpr, USE_PDL: gl.constexpr,
 ):
-    """Attends queries to committed rows in pages and to staged rows, which are the rows of this pass.
-
-    STAGED_KIND: 0 for no staged rows, 1 for a chain, 2 for a tree with ancestor bits.
+    """STAGED_KIND: 0 without staged rows (this pass's), 1 for a chain, 2 for a tree.
     RAW_STAGES: number of stages of FP8 rows, which extra warps convert and write to `stages`; 0 for other rows."""
     FP8: gl.constexpr = RAW_STAGES > 0
     dtype: gl.constexpr = q_ptr.dtype.element_ty
