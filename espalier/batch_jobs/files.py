@@ -226,6 +226,7 @@ def _refuse_repeated_ids(path: Path, id_hashes: array) -> None:
 
 
 def _refuse_first_repeated_id(path: Path, repeated_hashes: Collection[int]) -> None:
+    """Raises EspalierError for the first custom_id that repeats.  repeated_hashes: of candidates."""
     line_of_id: dict[str, int] = {}
     with path.open("rb") as file:
         for line_number, line_bytes in numbered_lines(file, path):
@@ -321,6 +322,7 @@ class Journal:
             raise EspalierError(f"{self.path.parent} cannot be synced ({error.strerror}); use another disk") from None
 
     def _count_answer(self, line_number: int, is_failed: bool) -> None:
+        """Count the answer to an input line.  line_number: its number in the input file, from 1."""
         self._is_answered[line_number] = 1
         self.num_answered += 1
         self.num_failed += is_failed

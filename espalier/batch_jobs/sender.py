@@ -148,7 +148,8 @@ def split_url(url: str) -> SplitResult:
 
 
 def http_client(url: str, api_key: str | None, concurrency: int) -> httpx.AsyncClient:
-    """Returns an HTTP client for a server.  url: with or without /v1 at the end.  Raises EspalierError."""
+    """Returns an HTTP client for a server.  url: with or without /v1 at the end.  Raises EspalierError.
+    concurrency: how many requests may run at once."""
     split_url(url)
     limits = httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
     base = url.rstrip("/").removesuffix("/v1")

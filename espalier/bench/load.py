@@ -156,6 +156,7 @@ class LaunchTimes:
         self._launch_kind: str | None = None
 
     def on_launch(self, launch_input: LaunchInput) -> None:
+        """Counts the rows of a launch, and notes whether it is a prefill pass or a round."""
         self._unread_kinds.append("prefill" if launch_input.is_prefill else "rounds")
         if launch_input.is_prefill:
             self.num_target_rows += launch_input.form(self.captured_passes).pass_rows
@@ -166,6 +167,7 @@ class LaunchTimes:
             self.former_observer.on_launch(launch_input)
 
     def before_result(self, handle: LaunchHandle) -> None:
+        """Sets the kind of the step to the kind of the launch whose result comes next."""
         self._launch_kind = self._unread_kinds.popleft()
         if self.former_observer is not None:
             self.former_observer.before_result(handle)
@@ -199,6 +201,7 @@ def figures_by_category(answers: Sequence[AnsweredRequest]) -> dict[str, dict[st
 
 
 def _figures_of_category(answers: Sequence[AnsweredRequest]) -> dict[str, Any]:
+    """Returns the figures of one category, from its answered requests."""
     streamed = [answer for answer in answers if len(answer.timeline.chunks) > 1]
     seconds = sum(answer.timeline.chunks[-1][0] - answer.timeline.chunks[0][0] for answer in streamed)
     tokens = sum(answer.num_tokens - answer.timeline.chunks[0][1] for answer in streamed)
@@ -332,6 +335,7 @@ class RandomConversations:
         return self.load.num_turns
 
     def next_request(self, index: int, earlier: Sequence[Request]) -> Request:
+        """Returns the next request of a conversation.  earlier: the requests of its earlier turns."""
         turn, talk = len(earlier), self.load.load_of_conversation(index)
         begin = self.load.shared_prefix_tokens + sum(talk.input_lengths[:turn]) if turn else 0
         end = self.load.shared_prefix_tokens + sum(talk.input_lengths[: turn + 1])

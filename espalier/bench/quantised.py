@@ -86,6 +86,7 @@ class HiddenRecorder:
         return getattr(self.model, name)
 
     def logits(self, hidden: Tensor) -> Tensor:
+        """Returns the target's logits of hidden states [..., H], which are recorded."""
         self._pass_rows.append(hidden.flatten(0, -2))
         return self.model.logits(hidden)
 
@@ -150,8 +151,8 @@ def accept_lengths(
     advance: Callable[[], None],
 ) -> tuple[float, float]:
     """Returns the accept lengths of a target with a draft, and with the draft's quantised copy, on the same prompts.
-    drafts: (the draft, its quantised copy).  num_tokens: the tokens to generate from each prompt.
-    """
+    drafts: (the draft, its quantised copy).  num_tokens: the tokens to generate from each prompt.  advance: called
+    after each draft."""
     lengths = []
     for draft in drafts:
         with LLM(target, draft=draft, **without_by_batch(settings)) as llm:
@@ -169,7 +170,7 @@ def _run_model(
     advance: Callable[[], None],
 ) -> ModelOutputs:
     """Runs one model over the texts.  original: for the quantised copy, the outputs of the original model, with the
-    texts to read.  For the original model, None: this run makes the texts."""
+    texts to read.  For the original model, None: this run makes the texts.  advance: called after each text."""
     with LLM(model, **settings) as llm:
         is_own_text = llm.tokenizer is None
         pairs = (_make_texts if is_own_text else heldout_tokens)(llm, num_texts) if original is None else original.texts
@@ -201,6 +202,7 @@ def _hidden_states(llm: LLM, recorder: HiddenRecorder, tokens: list[int]) -> Ten
 
 
 def _accept_length(llm: LLM, prompts: Sequence[list[int]], num_tokens: int) -> float:
+    """Returns the mean accept length of greedy outputs of `num_tokens` tokens."""
     prompts, greedy = _cut_to_context(llm, prompts, num_tokens)
     return drive(llm.engine, prompts, greedy).stats.accept_length
 

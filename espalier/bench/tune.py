@@ -311,7 +311,7 @@ class LinearTuner:
     def _measure_bucket(
         self, shape: Shape, x: Tensor, plans: Sequence[TritonPlan | LibraryPlan], deadline: float = inf
     ) -> MeasuredPlans:
-        """Measures the plans one by one until `deadline`.  Then measures the fastest of them again."""
+        """Measures the plans one by one until `deadline`.  Then measures the fastest of them again.  x: [rows, in]."""
         weights, rows = self.weight_copies(shape), len(x)
         measured_inputs = (x[:MIN_ROWS], x) if rows == ROWS_BUCKETS[0] else (x,)
         first_us: dict[TritonPlan | LibraryPlan, float] = {}
@@ -326,7 +326,7 @@ class LinearTuner:
         return MeasuredPlans(shape, rows, baseline_us, min(plan_us, default=inf), tuple(finalists[i] for i in order))
 
     def _plan_us(self, x: Tensor, weights: Sequence[Matrix], plans: Sequence[LinearPlan], repeats: int) -> list[float]:
-        """Returns the µs of one product with each plan.  The plans take turns."""
+        """Returns the µs of one product of x [rows, in] with each plan.  The plans take turns, `repeats` times."""
         calls = max(2, -(-CHAIN_BYTES // weights[0].nbytes))
         bodies = [_repeated_products(x, weights, plan, calls) for plan in plans]
         return [1e3 * ms / calls for ms in self.timer.median_ms(bodies, repeats)]

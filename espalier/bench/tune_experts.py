@@ -94,6 +94,7 @@ class ChainInputs:
 
 
 def _num_timed_calls(shape: ExpertsShape, num_rows: int) -> int:
+    """Returns how many calls a chain needs to take long enough to be timed."""
     bytes_per_call = min(shape.num_experts, num_rows * shape.top_k) * shape.expert_bytes
     num_enough = max(-(-CHAIN_BYTES // bytes_per_call), -(-CHAIN_FLOPS // shape.flops(num_rows)))
     return max(MIN_CALLS, min(MAX_CALLS, num_enough)) if num_rows > 1 else MAX_CALLS

@@ -312,6 +312,7 @@ class Learner:
             self._last_signal = signal
 
     def _check_process(self, process: subprocess.Popen[bytes]) -> None:
+        """Send the training process its signal.  If it has ended, judge the new draft, or record the failure."""
         status = process.poll()
         if status is None:
             self._send_signal(process)
@@ -376,6 +377,7 @@ class Learner:
         return load_draft(draft, self._target, dtype=dtype, device=device, position_rows=position_rows)
 
     def _record_failure(self, reason: str) -> None:
+        """Log why a training failed.  The next training starts after a pause."""
         self._num_failed += 1
         self.figures.failures += 1
         pause = min(FIRST_PAUSE_S * 2 ** (self._num_failed - 1), LONGEST_PAUSE_S)

@@ -158,6 +158,7 @@ def make_draft_run(
 
 
 def main(folder: Path) -> int:
+    """Trains a draft once in the folder of --learn.  Returns the exit code."""
     os.nice(NICENESS)
     disable_progress_bar()  # its lines would hide the last line of the log, which says why a training failed
     if training_device().type == "cpu":

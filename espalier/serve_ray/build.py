@@ -142,6 +142,7 @@ def parse_service(args: Mapping[str, Any]) -> Service:
 
 
 def _parse_model(args: dict[str, Any], log_options: dict[str, Any]) -> ServedModel:
+    """Returns one model of the service.  args: its options by name.  log_options: fields of ClientOptions."""
     engine_fields = [f.name for f in fields(EngineConfig)]
     for name in args:
         if name not in (*engine_fields, *MODEL_OPTIONS):
@@ -173,7 +174,7 @@ def check_settings(settings: Mapping[str, Any]) -> None:
 
 
 def _option_or(args: Mapping[str, Any], name: str, default: Any) -> Any:
-    """Returns an option, or `default` if the option is missing or null."""
+    """Returns the option `name` of `args`, or `default` if the option is missing or null."""
     return default if args.get(name) is None else args[name]
 
 
@@ -187,7 +188,7 @@ def _option_fields(args: Mapping[str, Any], names: Sequence[str]) -> dict[str, A
 
 
 def _list_of_texts(args: Mapping[str, Any], name: str, *default: str) -> list[str]:
-    """Returns an option as a list.  The option is a text or a list of texts.  Raises EspalierError."""
+    """Returns the option `name`, a text or a list of texts, as a list.  default: for a missing option."""
     value = _option_or(args, name, list(default))
     texts = [value] if isinstance(value, str) else value
     if not (isinstance(texts, list) and all(isinstance(each, str) for each in texts)):
@@ -245,6 +246,7 @@ def application(service: Service) -> Any:
 
 
 def _replica_deployment(ray_serve: Any, model: ServedModel, service: Service, name: str) -> Any:
+    """Returns the deployment of a model's replicas.  ray_serve: the module ray.serve."""
     from ray.serve.config import RequestRouterConfig
 
     from espalier.serve_ray.replica import EngineReplica

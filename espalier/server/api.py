@@ -333,6 +333,7 @@ def _status_endpoints(frontends: Frontends) -> list[Endpoint]:
     created = int(frontends.metrics.started_at)
 
     def model_card(name: str) -> dict[str, Any]:
+        """Returns OpenAI's model object for the served model `name`."""
         max_context = frontends.frontend_for(name).inputs.model_info.max_context
         return {"id": name, "object": "model", "created": created, "owned_by": "espalier", "max_model_len": max_context}
 

@@ -111,6 +111,7 @@ class ClientShares:
         return running + self._reserved[client]
 
     def add_reserved(self, num_samples: int) -> None:
+        """Count samples of the current client that are being tokenized."""
         self._reserved[client_name.get()] += num_samples
 
     def remove_reserved(self, num_samples: int) -> None:
@@ -307,6 +308,7 @@ class ModelFrontend:
             )
 
     def _submit(self, body: GenerationRequest, prompts: Sequence[list[int]], params: ResolvedParams) -> Generation:
+        """Send prompts (token ids) to the engine.  Raises ApiError if the queue is full or no engine runs."""
         self._require_capacity(len(prompts) * params.n)
         prompt_fields = body.priority or 0, engine_detokenizes(params), client_name.get(), bool(body.stream)
         private = getattr(body, "store", None) is False

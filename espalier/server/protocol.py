@@ -164,6 +164,7 @@ def _encode_logprobs(value: Any) -> Any:
 
 
 def _decode_logprobs(target_type: Any, value: Any) -> Any:
+    """Returns the TokenLogprobs of a tuple from _encode_logprobs.  target_type: passed by msgspec, not used."""
     of_prompt, width, data = value
     return TokenLogprobs((np.frombuffer(data, np.int64).reshape(-1, width),), of_prompt)
 
@@ -297,6 +298,7 @@ class Generation:
             self.fail(TimeoutError())
 
     def add(self, part: OutputPart) -> None:
+        """Take a new part of the output: keep it for the reader, or give it to the listener."""
         if part.output.finish_reason is not None:
             self.num_running[part.name] -= 1
         if self.error is not None:

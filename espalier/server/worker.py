@@ -116,6 +116,7 @@ class EngineWorker:
         return True
 
     def _submit(self, submitted: SubmittedPrompt) -> None:
+        """Start a prompt.  If it has a grammar, compile the grammar in a thread first."""
         compiling = self.llm.start_compile(submitted.params.grammar)
         if compiling is None:
             self._start_prompt(submitted, None)
@@ -155,11 +156,13 @@ class EngineWorker:
                 self.llm.engine.abort(request.id)
 
     def _send(self, chunks: list[OutputChunk]) -> None:
+        """Send the output chunks of one step to the API server, with a report if one is due."""
         parts = [self._output_part(chunk) for chunk in chunks]
         is_due = self.abort_steps or not self.llm.engine.has_work or time.monotonic() >= self.next_report_at
         self.socket.send(protocol.encode(protocol.StepOutput(parts, self._make_report() if is_due else None)))
 
     def _output_part(self, chunk: OutputChunk) -> OutputPart:
+        """Returns a chunk as a message to the API server.  A sample's last chunk ends the sample."""
         name = chunk.request_id.rpartition(".")[0]
         if chunk.finish_reason is None:
             return OutputPart(name, chunk)
@@ -215,6 +218,7 @@ def unpack_settings(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def load_model(settings: dict[str, Any]) -> LLM:
+    """Returns the loaded model.  settings: as in unpack_settings."""
     return LLM(**unpack_settings(settings))
 
 

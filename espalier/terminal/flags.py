@@ -145,7 +145,8 @@ def sampling_params(args: Namespace) -> SamplingParams:
 
 
 def require_readable(text: str, description: str, encoding: str) -> str:
-    """Returns `text`.  Raises EspalierError for lone surrogates, which Python makes from undecodable bytes."""
+    """Returns `text`.  Raises EspalierError for lone surrogates, which Python makes from undecodable bytes.
+    description: names the text in the message.  encoding: the encoding from which Python decoded the text."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -181,6 +182,7 @@ def flag_of(name: str) -> str:
 
 
 def _given_fields(args: Namespace, config: type) -> dict[str, Any]:
+    """Returns {field name: value} of the fields of the class `config` whose flags were given."""
     names = [f.name for f in fields(config)]
     return {
         name: value for name in names if (value := getattr(args, _destination(config, name), None)) is not NOT_GIVEN
@@ -188,7 +190,7 @@ def _given_fields(args: Namespace, config: type) -> dict[str, Any]:
 
 
 def _destination(config: type, name: str) -> str:
-    """Returns argparse's `dest` of a flag.  It has the class's name, because two classes may have the same field."""
+    """Returns argparse's `dest` of the flag of `config`'s field `name`.  Two classes may have fields of one name."""
     return f"{config.__name__}.{name}"
 
 
@@ -213,6 +215,7 @@ def _add_flag(group: _ArgumentGroup, field: Field, help_text: str | None = None)
 
 
 def _metavar(field: Field, types: set[Any]) -> str:
+    """Returns what stands for the flag's value in the help text.  types: the types in the field's annotation."""
     if choices := field.metadata.get("choices"):
         return "{" + ",".join(choices) + "}"
     if {Mapping, str} <= types:
@@ -241,6 +244,7 @@ def _number_reader(number_type: type, allows_auto: bool) -> Callable[[str], Any]
 
 
 def _mapping_reader(read_key: Callable[[str], Any]) -> Callable[[str], dict[Any, Any]]:
+    """Returns the function that parses a flag's JSON object.  read_key: parses a key of the object."""
     kind, example = ("a JSON object of token ids", "27") if read_key is whole_number else ("a JSON object", "name")
 
     def parse_mapping(text: str) -> dict[Any, Any]:

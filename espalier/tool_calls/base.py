@@ -49,6 +49,7 @@ class DeltaWriter:
     _deltas: list[Delta] = field(default_factory=list)
 
     def add_delta(self, kind: DeltaKind, text: str = "", index: int = -1, id: str = "") -> None:
+        """Add a delta with these fields, or lengthen the last delta if it has the same kind and index."""
         last = self._deltas[-1] if self._deltas and kind in ("content", "reasoning", "arguments") else None
         if last is not None and (last.kind, last.index) == (kind, index):
             self._deltas[-1] = Delta(kind, last.text + text, index)

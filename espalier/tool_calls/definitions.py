@@ -92,6 +92,7 @@ def _refuse_choice(choice: Any) -> NoReturn:
 
 
 def _checked_definitions(tools: Any) -> tuple[Mapping[str, Any], ...]:
+    """Returns the functions in a request's field `tools`.  Raises EspalierError for an invalid tool."""
     if tools is None:
         return ()
     if isinstance(tools, str) or not isinstance(tools, Sequence):
@@ -131,7 +132,7 @@ def _checked_tool_name(location: str, tool: Any) -> str:
 
 
 def _check_parameters(location: str, parameters: Any) -> None:
-    """Refuse a tool's parameters unless they are a JSON schema of an object.  Raises EspalierError."""
+    """Raises EspalierError unless `parameters` is the JSON schema of an object.  location: its path in the body."""
     _require_type(location, parameters, Mapping | None, "a JSON schema, an object")
     if parameters is None:
         return
@@ -153,5 +154,6 @@ def _check_parameters(location: str, parameters: Any) -> None:
 
 
 def _require_type(location: str, value: Any, expected_type: Any, expected_text: str) -> None:
+    """Raises EspalierError for a value of another type.  location: its path in the body, for the message."""
     if not isinstance(value, expected_type):
         raise EspalierError(f"{location}={shown(value)} is not supported; use {expected_text}")

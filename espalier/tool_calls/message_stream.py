@@ -74,11 +74,13 @@ class MessageStream:
         return output.finish_reason, output.stop_reason
 
     def _parse_text(self, final: bool) -> None:
+        """Parse the text of the new tokens.  final: whether the output has ended."""
         text = self.text_stream.take_text(final)
         self._texts.append(text)
         self._add_deltas(self.parser.feed(text))
 
     def _add_deltas(self, deltas: Sequence[Delta]) -> None:
+        """Add the parser's deltas to the message, up to a stop string in the content."""
         for delta in deltas:
             if self.stop_string_finder.found_stop:
                 return

@@ -66,6 +66,7 @@ class OutputParser:
 
 
 def _parse_output(reader: TextReader, writer: DeltaWriter, formats: Formats) -> Steps[None]:
+    """Parse one whole output.  Writes its deltas to `writer`."""
     reasoning, tools = formats.reasoning, formats.tools
     if reasoning is not None and reasoning.includes_calls:
         yield from harmony.parse(reader, writer)

@@ -59,6 +59,7 @@ def output_grammar(
 
 
 def _answer_node(grammar: Grammar, reasoning: ReasoningFormat | None) -> GrammarNode:
+    """Returns the node of an answer without calls, after the reasoning format's answer_marker if it has one."""
     node = _grammar_node(grammar)
     if reasoning is None or not reasoning.answer_marker:
         return node
@@ -72,6 +73,7 @@ def _structural_tag(node: GrammarNode, strict: bool, after: str | None) -> Gramm
 
 
 def _call_tags(tools: RequestTools, format: ToolFormat) -> list[GrammarNode]:
+    """Returns a grammar node for each callable function: a call of this function."""
     syntax = format.syntax
     return [
         {
@@ -85,6 +87,7 @@ def _call_tags(tools: RequestTools, format: ToolFormat) -> list[GrammarNode]:
 
 
 def _arguments_node(schema: Mapping[str, Any], style: str) -> GrammarNode:
+    """Returns the grammar node of a call's arguments.  style: how they are written, CallSyntax.arguments_style."""
     node = {"type": "json_schema", "json_schema": schema, "style": style}
     # Without this limit, xgrammar allows any white space between tags, and a model might write it without end.
     return node if style == "json" else {**node, "max_whitespace_cnt": 2}
@@ -113,6 +116,7 @@ def _calls_node(tools: RequestTools, format: ToolFormat, is_single: bool) -> Gra
 
 
 def _free_text_with_calls(tools: RequestTools, format: ToolFormat, is_single: bool) -> GrammarNode:
+    """Returns the grammar node of any text, which may contain calls.  is_single: at most one call."""
     syntax = format.syntax
     tags = _call_tags(tools, format)
     if syntax.calls_begin:
@@ -252,6 +256,7 @@ class ChatPlan:
         )
 
     def _output_grammar(self, params: ResolvedParams, prompt: Sequence[int]) -> Any:
+        """Returns the grammar of the output after a prompt.  params: the request's, with its own grammar."""
         reasoning, tools, answer = self.formats.reasoning, self.formats.tools, params.grammar
         # If the user's grammar sets `after`, the user's value is kept.
         after = None if answer is None else answer.after

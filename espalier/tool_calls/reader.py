@@ -142,14 +142,14 @@ class TextReader:
         return self.buffer[:1]
 
     def read_space(self, characters: str = WHITE_SPACE) -> Steps[str]:
-        """Read and return the white space that comes next."""
+        """Read and return the white space that comes next.  characters: what counts as white space."""
         parts: list[str] = []
         while (char := (yield from self.peek())) and char in characters:
             parts.append(self.take_characters(len(self.buffer) - len(self.buffer.lstrip(characters))))
         return "".join(parts)
 
     def peek_literal(self, *texts: str) -> Steps[str | None]:
-        """Like `read_literal`, but does not read the text."""
+        """Returns which of the texts comes next, without reading it; None if none of them does."""
         while True:
             for text in texts:
                 if self.buffer.startswith(text):

@@ -301,7 +301,7 @@ class StepClock:
 
 
 def print_step(step: int, num_steps: int, loss: float, agreement: Tensor, num_tokens: int, clock: StepClock) -> None:
-    """Prints a line about a step.  num_tokens: the number of tokens of a step."""
+    """Prints a line about a step.  num_tokens: the number of tokens of a step.  agreement: by depth."""
     depths = " ".join(f"{a:.3f}" for a in agreement.tolist())
     rate, left = num_tokens * clock.steps_per_second / 1e6, clock.seconds_left(num_steps - step)
     end = "" if left is None else f", {format_minutes(left)} left"

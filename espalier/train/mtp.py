@@ -19,6 +19,7 @@ from espalier.train.target import FrozenTarget
 
 
 def new_head(target: FrozenTarget, config: MtpConfig) -> MtpHead:
+    """Returns an untrained MTP head that fits the target."""
     torch.manual_seed(config.seed)
     sizes: dict[str, Any] = layer_fields(target.config, config.intermediate_size)
     head = MtpHead(LlamaShape(num_hidden_layers=config.layers, **sizes), config.form).to(target.device)

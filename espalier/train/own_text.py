@@ -67,6 +67,7 @@ def print_planned_work(config: OwnTextConfig, makes_text: bool) -> None:
 
 
 def format_minutes(seconds: float) -> str:
+    """Returns a time for a message, in minutes, or in seconds if it is short."""
     return f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s"
 
 
