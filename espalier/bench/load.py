@@ -192,8 +192,7 @@ def figures_by_category(answers: Sequence[AnsweredRequest]) -> dict[str, dict[st
     """Returns the figures of each category of requests.
 
     step_ms: the mean time from one round of a request to its next round.  tokens_per_second: the mean speed of one
-    request, after its first chunk.
-    """
+    request, after its first chunk."""
     answers_by_category: dict[str, list[AnsweredRequest]] = {}
     for answer in answers:
         answers_by_category.setdefault(answer.category, []).append(answer)
@@ -245,8 +244,7 @@ class LoadResult:
 
         cached_share: the share of the prompt tokens that came from the prefix cache.  outputs_hash: a hash of all
         outputs, sorted by Request.arrival_index.  wasted_rows: the share of the target's rows (tokens in its passes)
-        that neither computed a prompt token nor gave an output token.
-        """
+        that neither computed a prompt token nor gave an output token."""
         tokens_out = sum(len(request.output) for request in self.requests)
         tokens_in = sum(len(request.prompt) for request in self.requests)
         num_computed = tokens_in - sum(request.cached_tokens for request in self.requests)

@@ -36,8 +36,7 @@ class Accuracy:
 
     positions: the number of compared positions.  agreement: the share of positions with the same likeliest token.  kl:
     the mean KL divergence in nats.  perplexity, accept_length: (of the model, of its copy), on the same texts.
-    accept_length: None without a draft.  is_own_text: whether the original model generated the text.
-    """
+    accept_length: None without a draft.  is_own_text: whether the original model generated the text."""
 
     positions: int
     agreement: float
@@ -113,8 +112,7 @@ def compare_accuracy(
     """Compare a model with its quantised copy.
 
     settings: the keywords of LLM for both models, with the draft.  num_tokens: the tokens to generate after each prompt
-    to measure the accept length.  advance: called after each text of each model.
-    """
+    to measure the accept length.  advance: called after each text of each model."""
     settings = without_by_batch(settings)
     original = _run_model(model, settings, num_texts, num_tokens, None, advance)
     copy = _run_model(quantised, settings, num_texts, num_tokens, original, advance)

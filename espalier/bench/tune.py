@@ -6,8 +6,7 @@ quantised matrices (--weights) the plan that kernels/layers/linear_quantised.py 
 First, each shape is measured alone: a CUDA graph of products with so many weights that none is still in the L2 cache.
 Then a shape's best plans are measured in passes of a model, with all other kernels.  There, a kernel of ours can start
 before the preceding kernel has ended (programmatic dependent launch), but a kernel after F.linear cannot (docs/log.md).
-With --seconds, only the first candidates are measured, for few rows first.
-"""
+With --seconds, only the first candidates are measured, for few rows first."""
 
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -364,6 +363,7 @@ class LinearTuner:
     def _fastest_plan_in_pass(
         self, groups: Groups, weights: Weights, measured: MeasuredPlans, table: PlanTable
     ) -> LinearPlan:
+        """Returns the plan with which a pass is fastest.  measured: the plans.  table: for other shapes."""
         key = (measured.shape, measured.num_rows)
         contenders = list(dict.fromkeys([table[key], None, *measured.plans[:NUM_MEASURED_IN_PASSES]]))
         bodies = [self._pass_with_plan(groups, weights, measured, plan, table) for plan in contenders]

@@ -304,6 +304,7 @@ def run(models: Sequence[ModelShape], dtype: torch.dtype, path: Path) -> None:
 
 
 def _table_row(measured: MeasuredExperts, bandwidth: float) -> list[str]:
+    """Returns a row of the printed table.  bandwidth: of the GPU's memory, in bytes a second."""
     shape, plan = measured.shape, measured.plan
     return [
         f"{shape.num_experts} x {shape.hidden_size} x {shape.inner_size}, {shape.top_k}",

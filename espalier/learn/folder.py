@@ -228,8 +228,7 @@ class LearnFolder:
     """The folder of --learn, locked for this process.
 
     origin: digests of the target and of the draft given at startup.
-    Raises EspalierError if the folder belongs to another model, is in use, or holds other files.
-    """
+    Raises EspalierError if the folder belongs to another model, is in use, or holds other files."""
 
     def __init__(self, path: Path, origin: Mapping[str, str]) -> None:
         self.path = path

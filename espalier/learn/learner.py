@@ -65,8 +65,7 @@ class TrainerMachine:
 def require_learnable(prepared: PreparedEngine) -> str:
     """Returns the kind of the draft.  Called before weights are loaded.
 
-    Raises EspalierError, with the reason why the draft cannot be trained further or swapped in.
-    """
+    Raises EspalierError, with the reason why the draft cannot be trained further or swapped in."""
     found, config = prepared.checkpoint, prepared.resolved
     if found.draft_path is None:
         raise EspalierError(f"--learn trains a draft model further, and {config.algorithm} has none; give --draft")
@@ -178,8 +177,7 @@ class Learner:
     def attach(self, llm: LLM) -> None:
         """Serve the draft that was learned last, and start the thread.
 
-        Raises EspalierError if the configured draft cannot be swapped.
-        """
+        Raises EspalierError if the configured draft cannot be swapped."""
         runner = llm.engine.executor.runner
         self._target = runner.target
         # A PathMergingDrafter contains the drafter that has the model.
@@ -232,8 +230,7 @@ class Learner:
         """Swaps in the waiting draft, if any.
 
         Running requests keep the rows that the old draft wrote to the cache.  These rows may change what the new draft
-        proposes, but never an output.
-        """
+        proposes, but never an output."""
         self._is_busy = engine.has_work
         if self._candidate is not None:
             engine.drain()

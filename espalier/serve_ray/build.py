@@ -268,6 +268,7 @@ def _replica_deployment(ray_serve: Any, model: ServedModel, service: Service, na
 
 
 def _scaling_options(model: ServedModel) -> dict[str, Any]:
+    """Returns the options of a deployment that set its number of replicas."""
     options = model.replicas
     if not options.is_autoscaled:
         return {"num_replicas": options.min_replicas}

@@ -209,7 +209,7 @@ def _error_location(model: type[BaseModel], error_path: Sequence[Any]) -> ErrorL
 
 
 def _is_union(model: type[BaseModel], name: str) -> bool:
-    """Returns whether the field `name` is a union.  For one, pydantic adds the name of a member type to an error's path."""
+    """Returns whether the field `name` is a union, for which pydantic adds a member type's name to an error's path."""
     annotation = model.model_fields[name].annotation if name in model.model_fields else None
     return sum(kind is not type(None) for kind in _union_members(annotation)) > 1
 

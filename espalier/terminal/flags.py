@@ -62,8 +62,7 @@ def api_key(args: Namespace) -> str | None:
     """Returns the key in the flag or in the environment; None if neither has a key.
 
     Raises EspalierError for an empty flag, because `--api-key "$KEY"` with KEY unset must not start a server without a
-    key.  Raises EspalierError also for a key that no HTTP header can have, such as a key with a line end.
-    """
+    key.  Raises EspalierError also for a key that no HTTP header can have, such as a key with a line end."""
     if args.api_key == "":
         raise EspalierError(f"--api-key is empty; give the key, set {KEY_VARIABLE}, or leave the flag out")
     key = args.api_key or os.environ.get(KEY_VARIABLE) or None
@@ -110,8 +109,7 @@ def named_models(args: Namespace) -> dict[str, str]:
     """Returns the model and the draft that a command loads, by setting name.
 
     The flags are the command's own, or those of EngineConfig.  Returns {} if --url is given, because then the command
-    uses a server that has loaded the model.
-    """
+    uses a server that has loaded the model."""
     if getattr(args, "url", None):
         return {}
     given = {
@@ -178,6 +176,7 @@ def flag_text(value: Any) -> str:
 
 
 def flag_of(name: str) -> str:
+    """Returns the flag of a config field: --max-batch for max_batch."""
     return "--" + name.replace("_", "-")
 
 

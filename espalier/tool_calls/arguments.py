@@ -188,8 +188,7 @@ def read_call_object(reader: TextReader, call: CallWriter) -> Steps[None]:
 def read_arguments(reader: TextReader, call: CallWriter, *end_markers: str) -> Steps[None]:
     """Read arguments: a JSON object, or a string that contains a JSON object (from some models).  Raises BrokenCall.
 
-    end_markers: markers that end the call.  If a marker or the output's end comes next, the call has no arguments.
-    """
+    end_markers: markers that end the call.  If a marker or the output's end comes next, the call has no arguments."""
     if call.has_arguments:
         raise BrokenCall("the tool call has arguments twice")
     if end_markers and ((yield from call_ends_here(reader, *end_markers)) or (yield from reader.read_literal("null"))):

@@ -128,8 +128,7 @@ def read_call(
 ) -> Steps[bool]:
     """Read one call, and return whether the call could be parsed.  If not, the call's whole text becomes content.
 
-    opening_marker: the text of the call that was already read.  read_body: reads the rest of the call.
-    """
+    opening_marker: the text of the call that was already read.  read_body: reads the rest of the call."""
     reader.start_recording(opening_marker)
     call = CallWriter(writer)
     try:

@@ -22,8 +22,7 @@ class RequestTools:
     """The checked tools and tool_choice of a request.
 
     definitions: the client's tools.  choice: "auto", "none", "required", or the name of the tool that must be called.
-    is_named: whether `choice` is a name.  parallel: whether one answer may have several calls.
-    """
+    is_named: whether `choice` is a name.  parallel: whether one answer may have several calls."""
 
     definitions: tuple[Mapping[str, Any], ...] = ()
     choice: str = "none"

@@ -67,8 +67,7 @@ class MessageStream:
         """Returns (finish_reason, stop_reason) of an output after `read_deltas`.
 
         The text of a broken call becomes content.  If this text has a stop string, the reasons may differ from the
-        reasons in `output`.
-        """
+        reasons in `output`."""
         if self.stop_string_finder.found_stop and output.finish_reason in ("stop", "length"):
             return "stop", self.stop_string_finder.found_stop
         return output.finish_reason, output.stop_reason

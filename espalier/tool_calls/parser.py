@@ -13,8 +13,7 @@ class OutputParser:
     """Parses the text of one output into deltas.  The text comes in pieces; their sizes do not change the message.
 
     schemas: the JSON schema of each callable tool's parameters, by tool name.  answer_start: the text at the prompt's
-    end with which the answer begins.
-    """
+    end with which the answer begins."""
 
     def __init__(self, formats: Formats, schemas: Mapping[str, Mapping[str, Any]], answer_start: str = ""):
         self._reader = TextReader()

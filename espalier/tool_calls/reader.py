@@ -92,8 +92,7 @@ class TextReader:
     def read_until(self, markers: Markers, on_text: TextCallback) -> Steps[str | None]:
         """Read the text up to and including the first marker.  Returns the marker; None at the end of the output.
 
-        on_text: called with each piece of text before the marker, when the piece cannot be part of a marker.
-        """
+        on_text: called with each piece of text before the marker, when the piece cannot be part of a marker."""
         start = 0
         while True:
             if (match := markers.pattern.search(self.buffer, start)) is not None:
@@ -171,8 +170,7 @@ class TextReader:
     def read_json_value(self, on_text: TextCallback) -> Steps[None]:
         """Read one JSON value.  on_text: called with the pieces of its text.  Raises BrokenCall for a cut-off value.
 
-        Only brackets and quotes are interpreted, so the value may be invalid JSON.
-        """
+        Only brackets and quotes are interpreted, so the value may be invalid JSON."""
         end_finder = _JsonEndFinder()
         while True:
             if size := end_finder.scan(self.buffer):

@@ -139,6 +139,7 @@ class TimeBudget:
         return self.max_seconds - self.elapsed
 
     def print_progress(self, phase: str) -> None:
+        """Prints how much of the time has passed.  phase: what has just ended."""
         print(f"{phase}: {format_minutes(self.elapsed)} of {format_minutes(self.max_seconds)} have passed", flush=True)
 
 

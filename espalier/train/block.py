@@ -56,7 +56,7 @@ def make_loss(
     generator = torch.Generator().manual_seed(config.seed)
 
     def loss_of(tokens: Tensor, features: Tensor, logits: Tensor, loss_mask: Tensor) -> tuple[Tensor, Tensor]:
-        """See LossFunction.  tokens: [B, R].  The blocks' roots are drawn at random."""
+        """Returns the loss of blocks at random positions.  tokens: [B, R].  Other arguments: see LossFunction."""
         roots = torch.randperm(tokens.shape[1] - config.block_size + 1, generator=generator)[: config.anchors] + 1
         embeds = target.embed(tokens), mask_embedding(target, head)
         anchors = roots.sort().values.to(tokens.device)

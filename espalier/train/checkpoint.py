@@ -86,6 +86,7 @@ def save_draft(draft: Eagle3Draft, out: Path) -> None:
 
 
 def load_draft(directory: Path) -> Eagle3Draft:
+    """Loads a draft that `save_draft` wrote."""
     config = read_config(directory)
     if read_draft_kind(directory) != "eagle3":
         raise EspalierError(

@@ -66,6 +66,7 @@ def agreement_by_depth(
 
 
 def print_agreement(head: MtpHead, target: FrozenTarget, texts: list[np.ndarray], output_starts: list[int]) -> None:
+    """Prints agreement_by_depth for the head's layers and two more depths."""
     agreement = agreement_by_depth(head, target, texts, output_starts, num_layers(head) + 2)
     depths = " ".join(f"{share:.3f}" for share in agreement)
     print(f"share of the head's most likely tokens that are the target's, by depth: {depths}")
