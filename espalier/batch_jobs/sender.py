@@ -194,8 +194,7 @@ async def run_batch(
 
     concurrency: how many lines are sent at once.  on_answer: called after each written answer.  urls: allowed values of
     the field url.  Raises EspalierError if the server does not answer any more, or the output cannot be written.
-    Answers that are written stay in the journal, so a later run sends only the other lines.
-    """
+    Answers that are written stay in the journal, so a later run sends only the other lines."""
     lines = journal.unanswered_lines()
     try:
         async with asyncio.TaskGroup() as group:

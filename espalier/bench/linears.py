@@ -180,7 +180,7 @@ class ModelShape:
         return 0 if self.one_block_layers else max(0, self.num_layers - num_expert_layers)
 
     def slice_layers(self, begin: int, end: int | None = None) -> "ModelShape":
-        """Returns the sizes of a model with only the layers `begin` to `end`."""
+        """Returns the sizes of a model with only the layers `begin` to `end` - 1; end: None for all after `begin`."""
         specs = self.layer_specs[begin:end]
         num_dense_layers = min(max(self.num_dense_layers - begin, 0), len(specs))
         experts = self.experts and replace(self.experts, num_layers=len(specs) - num_dense_layers)

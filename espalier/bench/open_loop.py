@@ -264,6 +264,7 @@ def _table_rows(figures: Sequence[Mapping[str, Any]], limits: LatencyLimits) -> 
 
 
 def _rate_text(rate: float | None) -> str:
+    """Returns the words for a rate of arrivals in a heading."""
     return "" if rate is None else f" at {rate:g}/s"
 
 

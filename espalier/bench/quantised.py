@@ -206,6 +206,7 @@ def _accept_length(llm: LLM, prompts: Sequence[list[int]], num_tokens: int) -> f
 
 
 def _make_texts(llm: LLM, num_texts: int) -> TokenPairs:
+    """Returns (prompt, greedy output) for each held-out prompt, as token ids."""
     prompts, greedy = _cut_to_context(llm, [prompt for prompt, _ in heldout_tokens(llm, num_texts)], GENERATED_LENGTH)
     return [(prompt, output.token_ids) for prompt, output in zip(prompts, llm.generate(prompts, greedy), strict=True)]
 

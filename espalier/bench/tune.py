@@ -356,7 +356,7 @@ class LinearTuner:
     def _pass_with_plan(
         self, groups: Groups, weights: Weights, measured: MeasuredPlans, plan: LinearPlan, table: PlanTable
     ) -> Callable[[], None]:
-        """Returns a function that runs a pass with `plan` for the measured shape, and with `table` for other shapes."""
+        """Returns a function that runs the pass `groups`, with `plan` for the measured shape, `table` for others."""
         plans = {**table, (measured.shape, measured.num_rows): plan}
         return weights.make_pass(groups, _multiply_by_table(groups, plans, measured.num_rows))
 

@@ -57,8 +57,7 @@ class ReplicaOptions:
     tokens_per_replica: autoscaling changes the number of replicas so that each has about this many tokens still to
     compute (EngineReplica.open_tokens).  resources: what Ray reserves for a replica (ray_actor_options); with None, a
     GPU for each rank, and nothing on a CPU.  autoscaling: further fields of Ray's AutoscalingConfig.  router: the
-    import path of a subclass of Ray's RequestRouter.
-    """
+    import path of a subclass of Ray's RequestRouter."""
 
     min_replicas: int
     max_replicas: int
@@ -290,8 +289,7 @@ def ray_resources(model: ServedModel) -> dict[str, Any]:
     """Returns the resources that Ray reserves for a replica.
 
     By default, a GPU for each rank.  On a CPU nothing is reserved, so that replicas share the cores.  All resources of
-    a replica are on one machine.  Raises EspalierError if a replica with several ranks gets another number of GPUs.
-    """
+    a replica are on one machine.  Raises EspalierError if a replica with several ranks gets another number of GPUs."""
     num_gpus = num_gpus_of(model.settings)
     if model.replicas.resources is None:
         return {"num_cpus": 0, "num_gpus": num_gpus}

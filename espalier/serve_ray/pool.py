@@ -48,8 +48,7 @@ class EnginePool:
 
     handle: Ray Serve's DeploymentHandle of replica.EngineReplica.  name: the model's name, a label in the metrics.
     max_replicas: the upper limit of autoscaling.  slot_share: this API server's share of the engines' batch slots, 1 /
-    number of API servers.  is_replica_lost: returns whether an exception of a call means that the replica has ended.
-    """
+    number of API servers.  is_replica_lost: returns whether an exception of a call means that the replica has ended."""
 
     handle: Any
     name: str

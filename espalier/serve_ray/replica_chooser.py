@@ -40,8 +40,7 @@ class ReplicaChooser:
     """Ranks replicas for prompts.
 
     imbalance: a replica with over `imbalance` more open samples than the least busy replica is ranked as if it had no
-    prefix.  max_prefixes: the limit of remembered prefixes; the least recently used prefix is forgotten first.
-    """
+    prefix.  max_prefixes: the limit of remembered prefixes; the least recently used prefix is forgotten first."""
 
     def __init__(self, imbalance: int = 8, max_prefixes: int = MAX_PREFIXES):
         self.imbalance = imbalance

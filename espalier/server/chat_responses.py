@@ -328,6 +328,7 @@ class ResponsesApiBuilder(ChatResponseBuilder):
         self.tool_call_errors: list[str] = []
 
     def add_output(self, prompt_index: int, part: OutputPart) -> tuple[Choice, OutputChunk]:
+        """Add a part of the output, and its events.  Returns (the sample's choice, the part's chunk)."""
         choice, output = super().add_output(prompt_index, part)
         assert isinstance(choice, ChatChoice)
         logprobs = [] if output.logprobs is None else self._logprobs(output.logprobs)["content"]

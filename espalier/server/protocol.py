@@ -294,6 +294,7 @@ class Generation:
                 timer.cancel()
 
     def _expire(self) -> None:
+        """End the iteration of `iter_parts` at its deadline, with a TimeoutError."""
         if self.error is None and not self.has_ended:
             self.fail(TimeoutError())
 

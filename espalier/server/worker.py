@@ -137,6 +137,7 @@ class EngineWorker:
                 self._start_prompt(submitted, grammar)
 
     def _start_prompt(self, submitted: SubmittedPrompt, grammar: CompiledGrammar | None) -> None:
+        """Add a prompt's samples to the engine.  grammar: the prompt's grammar, compiled; None without one."""
         values = (submitted.prompt, submitted.params, submitted.name, submitted.priority, submitted.detokenize)
         try:
             requests = self.llm.new_requests(*values, grammar, submitted.client, submitted.streamed)

@@ -104,6 +104,7 @@ class CallWriter:
             self.writer.add_delta("arguments", "".join(self._argument_parts), self.index)
 
     def write_arguments(self, text: str) -> None:
+        """Add a piece of the JSON text of the call's arguments."""
         self._argument_parts.append(text)
         if self.index >= 0:
             self.writer.add_delta("arguments", text, self.index)

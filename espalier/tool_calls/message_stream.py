@@ -93,6 +93,7 @@ class MessageStream:
             self._deltas.append(delta)
 
     def _end_content_piece(self) -> None:
+        """Release the content that was held back because a stop string might begin in it."""
         self._add_content(self.stop_string_finder.take_text(final=True))
 
     def _add_content(self, content: str) -> None:
