@@ -224,7 +224,7 @@ def _refuse_repeated_ids(path: Path, id_hashes: array) -> None:
 
 
 def _refuse_first_repeated_id(path: Path, repeated_hashes: Collection[int]) -> None:
-    """Raises EspalierError for the first custom_id that repeats.  repeated_hashes: of candidates."""
+    """Raises EspalierError for the first repeated custom_id.  repeated_hashes: the hashes that several lines have."""
     line_of_id: dict[str, int] = {}
     with path.open("rb") as file:
         for line_number, line_bytes in numbered_lines(file, path):

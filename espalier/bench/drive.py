@@ -145,7 +145,7 @@ def greedy_request(request_id: str, arrival_index: int, prompt: Sequence[int], n
 def _make_requests(
     prompts: Sequence[Sequence[int]], params: SamplingParams, first_tokens: Sequence[int]
 ) -> list[Request]:
-    """Returns one request for each prompt.  first_tokens: as in `drive`."""
+    """Returns one request for each prompt.  first_tokens: the first output token of each; () for empty outputs."""
     resolved = params.resolve({}, ())
     first_outputs = [[root] for root in first_tokens] or [[] for _ in prompts]
     return [

@@ -314,7 +314,7 @@ def _lock_folder(path: Path) -> IO[str]:
 
 
 def _require_origin(origin_file: Path, origin: Mapping[str, str]) -> None:
-    """Raises EspalierError if the file has another origin than LearnFolder.origin.  Writes a missing file."""
+    """Raises EspalierError unless the file records `origin` (see LearnFolder).  A missing file is written."""
     if not origin_file.exists():
         _write_json(origin_file, dict(origin))
         return

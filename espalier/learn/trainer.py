@@ -149,7 +149,7 @@ def make_draft_run(
     config = kind.config(draft, settings)
 
     def measure_tree(texts: list[np.ndarray], output_starts: list[int]) -> dict[str, AcceptReport]:
-        """Returns the report of weights as they are saved.  output_starts: the index where each output begins."""
+        """Measures the draft with weights rounded as in the saved file.  output_starts: where each output begins."""
         saved_draft = deepcopy(draft).bfloat16().to(target.lm_head.dtype)
         return {"tree": measure(kind, saved_draft, target, texts, output_starts, tree)}
 

@@ -114,7 +114,7 @@ class OpenTokensPolicy:
     tokens_per_replica: int
 
     def __call__(self, context: Any) -> tuple[float, dict[str, Any]]:
-        """Returns (wanted number of replicas, {}).  context: Ray's.  Without metrics, the number stays as it is."""
+        """Returns (wanted number of replicas, {}).  context: Ray's AutoscalingContext.  Without metrics, keeps the number."""
         open_tokens_of_replicas = (context.aggregated_metrics or {}).get("open_tokens")
         if not open_tokens_of_replicas:
             return context.target_num_replicas, {}

@@ -202,7 +202,7 @@ class BatchRunner:
 
     @staticmethod
     async def _open_journal(path: Path, scan: InputScan) -> Journal:
-        """Open a batch's journal in a thread.  path: of its answers.  scan: the checked input file."""
+        """Open a batch's journal in a thread.  path: the file of its answers.  scan: the checked input file."""
         opening = asyncio.create_task(asyncio.to_thread(Journal, path, scan))
         try:
             return await asyncio.shield(opening)

@@ -106,7 +106,7 @@ class ChatResponseBuilder(ResponseBuilder):
         return message_stream(tokenizer, prompt, self.params, parser)
 
     def add_output(self, prompt_index: int, part: OutputPart) -> tuple[Choice, OutputChunk]:
-        """Add a part of the output.  Returns (choice, chunk).  If parsed, its text is that of all shown deltas."""
+        """Add a part of the output.  Returns (choice, chunk).  The text of a parsed chunk joins its visible deltas."""
         choice, output = super().add_output(prompt_index, part)
         if isinstance(choice, ChatChoice) and choice.make_message_stream is not None:
             hidden_kinds = ("called",) if self.shows_reasoning else ("called", "reasoning")

@@ -61,7 +61,7 @@ class PromptBatcher:
         self._flush_event: asyncio.Event | None = None
 
     def add(self, submitted: SubmittedPrompt) -> None:
-        """Queue a prompt.  Full batches are sent at once, others later (see the class)."""
+        """Queue a prompt.  The queued prompts are sent at once if they fill a prefill pass, else later."""
         loop = asyncio.get_running_loop()
         if not self._unsent_prompts:
             self._send_deadline, self._flush_event = loop.time() + MAX_SEND_DELAY_S, asyncio.Event()

@@ -366,7 +366,7 @@ class MultiModelFrontend:
 
     @property
     def unavailable_reason(self) -> str:
-        """The reason of the first model that is not available; "" if all models are."""
+        """Why the first unavailable model is unavailable; "" if all models are available."""
         return next((frontend.unavailable_reason for frontend in self.frontends if frontend.unavailable_reason), "")
 
     async def close(self) -> None:

@@ -163,7 +163,7 @@ class EngineWorker:
         self.socket.send(protocol.encode(protocol.StepOutput(parts, self._make_report() if is_due else None)))
 
     def _output_part(self, chunk: OutputChunk) -> OutputPart:
-        """Returns a chunk as a message to the API server.  A sample's last chunk ends the sample."""
+        """Returns the message with a chunk.  After a sample's last chunk, the sample does not count as running."""
         name = chunk.request_id.rpartition(".")[0]
         if chunk.finish_reason is None:
             return OutputPart(name, chunk)

@@ -153,6 +153,6 @@ def _check_parameters(location: str, parameters: Any) -> None:
 
 
 def _require_type(location: str, value: Any, expected_type: Any, expected_text: str) -> None:
-    """Raises EspalierError for a value of another type.  location: its path in the body, for the message."""
+    """Raises EspalierError unless a value has the expected type.  location: the value's path in the body."""
     if not isinstance(value, expected_type):
         raise EspalierError(f"{location}={shown(value)} is not supported; use {expected_text}")

@@ -49,7 +49,7 @@ class OutputParser:
         return self._parse_new_text()
 
     def _parse_new_text(self) -> list[Delta]:
-        """Parse as far as the text goes.  Returns the new deltas, without text of the prompt."""
+        """Parse the text that has arrived.  Returns the new deltas, without text of the prompt."""
         next(self._steps, None)
         deltas = self._writer.pop_deltas()
         return self._without_prompt_text(deltas) if self._held_prompt_text and deltas else deltas

@@ -86,7 +86,7 @@ def _call_tags(tools: RequestTools, format: ToolFormat) -> list[GrammarNode]:
 
 
 def _arguments_node(schema: Mapping[str, Any], style: str) -> GrammarNode:
-    """Returns the grammar node of a call's arguments.  style: how they are written, CallSyntax.arguments_style."""
+    """Returns the grammar node of a call's arguments.  style: xgrammar's name for their form."""
     node = {"type": "json_schema", "json_schema": schema, "style": style}
     # Without this limit, xgrammar allows any white space between tags, and a model might write it without end.
     return node if style == "json" else {**node, "max_whitespace_cnt": 2}
