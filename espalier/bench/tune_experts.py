@@ -256,7 +256,7 @@ class ExpertsTuner:
     def _us_by_plan(
         self, chains: Sequence[ChainInputs], plans: Sequence[Plan], make_chain: MakeChain[Plan], repeats: int
     ) -> dict[Plan, list[float]]:
-        """Returns {plan: the µs of a call in each chain}.  The plans take turns."""
+        """Returns {plan: the µs of a call in each chain}.  The plans take turns.  make_chain: returns what is timed."""
         with precompile():
             for each in chains:
                 for plan in plans:

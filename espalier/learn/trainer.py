@@ -84,7 +84,7 @@ def newest_texts(
 
 
 def run_settings(num_tokens: int, length: int, device: torch.device, max_seconds: int, seed: int) -> dict[str, Any]:
-    """Returns the settings of a run over a sample of num_tokens tokens.  Raises EspalierError for too few tokens."""
+    """Returns the settings of a run on num_tokens tokens, in rows of `length`.  Raises EspalierError for too few."""
     batch = min(32 if device.type == "cuda" else 4, max(1, num_tokens // (STEPS_PER_PASS * length)))
     # After each row, TextRows may leave out almost a row of tokens.  So one row may need the tokens of two rows.
     if num_tokens < 2 * length + 2:

@@ -303,7 +303,7 @@ def _tokenizer_endpoints(frontends: Frontends) -> list[Endpoint]:
 
 
 def _tokenize_text(inputs: InputProcessor, body: TokenizeRequest, check_text: TextCheck) -> list[int]:
-    """Returns the token ids of a text, for /tokenize."""
+    """Returns the token ids of a text, for /tokenize.  check_text: refuses a text that is too long."""
     assert body.prompt is not None
     tokenizer = inputs.require_tokenizer("/tokenize")
     check_text(body.prompt)

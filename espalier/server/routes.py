@@ -180,7 +180,7 @@ class Operation(NamedTuple):
 
 
 def page_endpoints(frontends: Frontends, endpoints: Sequence[Endpoint], needs_key: bool) -> list[Endpoint]:
-    """Returns the endpoints of the pages that describe `endpoints`."""
+    """Returns the endpoints of the pages that describe `endpoints`.  needs_key: whether clients need an API key."""
     environment = Environment(loader=PackageLoader("espalier", TEMPLATE_FOLDER), autoescape=True, trim_blocks=True)
 
     def render_page(name: str, **values: Any) -> HTMLResponse:

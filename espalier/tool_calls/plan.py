@@ -99,7 +99,7 @@ def _arguments_schema(tools: RequestTools, function: Mapping[str, Any]) -> Mappi
 
 
 def _calls_node(tools: RequestTools, format: ToolFormat, is_single: bool) -> GrammarNode:
-    """Returns a grammar node for one or several calls without other text."""
+    """Returns a grammar node for one or several calls without other text.  is_single: for exactly one."""
     syntax = format.syntax
     calls = {
         "type": "tags_with_separator",

@@ -216,7 +216,7 @@ def load_own_text(
 
 
 def saved_texts(config: OwnTextConfig, work_dir: Path, origin: Mapping[str, str]) -> list[Path]:
-    """Returns the files of own text in the work folder.
+    """Returns the files of own text in the work folder.  origin: see work.origin_of.
     Raises EspalierError for a file of another target or of other data, and for this seed's file with other settings."""
     paths = sorted(work_dir.glob("own_text-*.npz"))
     for path in paths:
