@@ -306,7 +306,7 @@ class BenchConversations(Protocol):
     def num_turns(self, index: int) -> int: ...
 
     def next_request(self, index: int, earlier: Sequence[Request]) -> Request:
-        """Returns the next request of a conversation.  earlier: the answered requests of its earlier turns."""
+        """Returns the next request of conversation `index`.  earlier: the answered requests of its earlier turns."""
         ...
 
 
@@ -333,7 +333,7 @@ class RandomConversations:
         return self.load.num_turns
 
     def next_request(self, index: int, earlier: Sequence[Request]) -> Request:
-        """Returns the next request of a conversation.  earlier: the requests of its earlier turns."""
+        """Returns the next request of conversation `index`.  earlier: the requests of its earlier turns."""
         turn, talk = len(earlier), self.load.load_of_conversation(index)
         begin = self.load.shared_prefix_tokens + sum(talk.input_lengths[:turn]) if turn else 0
         end = self.load.shared_prefix_tokens + sum(talk.input_lengths[: turn + 1])

@@ -90,7 +90,7 @@ class DatasetConversations:
         return len(self.conversations[index].turns)
 
     def next_request(self, index: int, earlier: Sequence[Request]) -> Request:
-        """Returns the next request of a conversation.  earlier: the requests of its earlier turns."""
+        """Returns the next request of conversation `index`.  earlier: the requests of its earlier turns."""
         talk, turn = self.conversations[index], len(earlier)
         prompt = self._prompt_tokens(talk, [self.tokenizer.decode(request.output) for request in earlier])
         params = SamplingParams(

@@ -150,7 +150,7 @@ def accept_lengths(
 ) -> tuple[float, float]:
     """Returns the accept lengths of a target with a draft, and with the draft's quantised copy, on the same prompts.
     drafts: (the draft, its quantised copy).  num_tokens: the tokens to generate from each prompt.  advance: called
-    after each draft."""
+    after each draft.  settings: further keywords of LLM.  num_texts: how many prompts are used."""
     lengths = []
     for draft in drafts:
         with LLM(target, draft=draft, **without_by_batch(settings)) as llm:

@@ -401,7 +401,7 @@ def _multiply_by_table(product_groups: Groups, table: PlanTable, rows: int) -> M
     """Returns a function that runs a product with its plan in `table`, and then the kernel that follows it in a layer.
 
     After SUMMED_LAYERS, an add-and-norm kernel adds up the partial sums (after qkv, in place of the engine's kernel for
-    rotations).  A gate follows GATED_LAYERS.  Some plans fuse the gate with the product."""
+    rotations).  A gate follows GATED_LAYERS.  Some plans fuse the gate with the product.  rows: of every input."""
     groups = SUMMED_LAYERS, GATED_LAYERS
     summed, gated = ({run.shape for run in product_groups if run.name.split()[-1] in names} for names in groups)
     norm_inputs: dict[Shape, tuple[Tensor, Tensor]] = {}

@@ -111,7 +111,7 @@ class ClientShares:
         return running + self._reserved[client]
 
     def add_reserved(self, num_samples: int) -> None:
-        """Count samples of the current client that are being tokenized."""
+        """Count `num_samples` more samples of the current client, whose prompts are being tokenized."""
         self._reserved[client_name.get()] += num_samples
 
     def remove_reserved(self, num_samples: int) -> None:

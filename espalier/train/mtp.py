@@ -59,7 +59,7 @@ def accept_lengths(head: MtpHead, target: FrozenTarget, tokens: Tensor, first_ro
 def agreement_by_depth(
     head: MtpHead, target: FrozenTarget, texts: list[np.ndarray], output_starts: list[int], steps: int
 ) -> list[float]:
-    """Returns for each depth the share of positions at which the head's likeliest token is the text's token."""
+    """Returns for each of `steps` depths how often the head's likeliest token is the text's token, as a share."""
     tokens = [torch.from_numpy(text.astype(np.int64)).to(target.device) for text in texts]
     matches = [matches_by_depth(head, target, t, f, steps) for t, f in zip(tokens, output_starts, strict=True)]
     return torch.cat(matches, 1).float().mean(1).tolist()
