@@ -101,8 +101,7 @@ def _refuse_repeated_keys(line_bytes: bytes, custom_id: str | None) -> None:
     """Refuse a line in which a JSON object has the same key twice.  msgspec would keep only the last value of the key.
 
     custom_id: the line's custom_id as msgspec reads it.  Raises LineError with this custom_id, or without custom_id if
-    the line has two custom_ids.
-    """
+    the line has two custom_ids."""
     errors: list[EspalierError] = []
     custom_ids: list[Any] = []
 
@@ -189,8 +188,7 @@ def scan_input(path: Path) -> InputScan:
     """Read and check a whole input file.  Raises EspalierError if it cannot be read, is empty, or repeats a custom_id.
 
     Only an eight-byte hash of each custom_id is kept in memory.  If two hashes are equal, a second pass over the file
-    compares the custom_ids.
-    """
+    compares the custom_ids."""
     if not path.is_file():
         raise EspalierError(f"{path} is not a file; name a file with one request on each line")
     digest, id_hashes = hashlib.sha256(), array("Q")
@@ -226,6 +224,7 @@ def _refuse_repeated_ids(path: Path, id_hashes: array) -> None:
 
 
 def _refuse_first_repeated_id(path: Path, repeated_hashes: Collection[int]) -> None:
+    """Raises EspalierError for the first repeated custom_id.  repeated_hashes: the hashes that several lines have."""
     line_of_id: dict[str, int] = {}
     with path.open("rb") as file:
         for line_number, line_bytes in numbered_lines(file, path):
@@ -244,8 +243,7 @@ class Journal:
     """The output file of a batch, and a record in memory of the input lines that are answered.
 
     scan: the checked input file.  num_failed: the number of answers that are errors or have a status other than 200.
-    Raises EspalierError if the output file cannot be written, or has answers to another input file.
-    """
+    Raises EspalierError if the output file cannot be written, or has answers to another input file."""
 
     def __init__(self, path: Path, scan: InputScan):
         self.path = path
@@ -321,6 +319,7 @@ class Journal:
             raise EspalierError(f"{self.path.parent} cannot be synced ({error.strerror}); use another disk") from None
 
     def _count_answer(self, line_number: int, is_failed: bool) -> None:
+        """Count the answer to an input line.  line_number: its number in the input file, from 1."""
         self._is_answered[line_number] = 1
         self.num_answered += 1
         self.num_failed += is_failed
@@ -366,8 +365,7 @@ class Journal:
 def open_locked(path: Path, owner_noun: str, remedy: str) -> int:
     """Opens a file for appending, locked against other processes, and returns its descriptor.  Raises EspalierError.
 
-    For error texts: owner_noun says what may hold the lock; remedy says what to do if the file cannot be opened.
-    """
+    For error texts: owner_noun says what may hold the lock; remedy says what to do if the file cannot be opened."""
     try:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
     except OSError as error:

@@ -148,7 +148,8 @@ def split_url(url: str) -> SplitResult:
 
 
 def http_client(url: str, api_key: str | None, concurrency: int) -> httpx.AsyncClient:
-    """Returns an HTTP client for a server.  url: with or without /v1 at the end.  Raises EspalierError."""
+    """Returns an HTTP client for a server.  url: with or without /v1 at the end.  Raises EspalierError.
+    concurrency: how many requests may run at once."""
     split_url(url)
     limits = httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
     base = url.rstrip("/").removesuffix("/v1")
@@ -193,8 +194,7 @@ async def run_batch(
 
     concurrency: how many lines are sent at once.  on_answer: called after each written answer.  urls: allowed values of
     the field url.  Raises EspalierError if the server does not answer any more, or the output cannot be written.
-    Answers that are written stay in the journal, so a later run sends only the other lines.
-    """
+    Answers that are written stay in the journal, so a later run sends only the other lines."""
     lines = journal.unanswered_lines()
     try:
         async with asyncio.TaskGroup() as group:

@@ -168,8 +168,7 @@ def trees_to_measure(
 
     If no tree is given: the configured tree, the smaller CANDIDATE_TREES, and plain decoding.  For a block draft, the
     configured tree with fewer nodes (BLOCK_NODE_COUNTS) replaces CANDIDATE_TREES.  is_block: whether the draft is a
-    block draft.  Raises EspalierError for a tree that is larger than the configured tree.
-    """
+    block draft.  Raises EspalierError for a tree that is larger than the configured tree."""
     for shape in given_trees:
         configured.require_fits(shape)
     if is_block:

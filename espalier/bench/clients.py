@@ -229,8 +229,7 @@ def parse_response(response: HttpResponse, sent_request: SentRequest) -> None:
     """Parse a response into the fields of `sent_request`.
 
     A chunk counts as many tokens as it has token ids, or one token if the server sends no ids.  If `usage` reports
-    another total, the last chunk's number of tokens is changed so that the sum is this total.
-    """
+    another total, the last chunk's number of tokens is changed so that the sum is this total."""
     if response.status != STATUS_OK:
         sent_request.error = f"status {response.status}: {_error_message(response.body())}"
         return

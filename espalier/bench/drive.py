@@ -145,6 +145,7 @@ def greedy_request(request_id: str, arrival_index: int, prompt: Sequence[int], n
 def _make_requests(
     prompts: Sequence[Sequence[int]], params: SamplingParams, first_tokens: Sequence[int]
 ) -> list[Request]:
+    """Returns one request for each prompt.  first_tokens: the first output token of each; () for empty outputs."""
     resolved = params.resolve({}, ())
     first_outputs = [[root] for root in first_tokens] or [[] for _ in prompts]
     return [
@@ -172,8 +173,7 @@ def heldout_texts() -> list[dict[str, str]]:
 def heldout_tokens(llm: LLM, num_texts: int | None = None) -> list[tuple[list[int], list[int]]]:
     """Returns (prompt, reference) of the first `num_texts` held-out texts, as token ids; None for all texts.
 
-    For a model without a tokenizer, the tokens are random.  Raises EspalierError if there are fewer held-out texts.
-    """
+    For a model without a tokenizer, the tokens are random.  Raises EspalierError if there are fewer held-out texts."""
     if llm.tokenizer is not None:
         texts = heldout_texts()
         if num_texts is not None and num_texts > len(texts):
@@ -235,8 +235,7 @@ class BenchEngines(Protocol):
     def open(self, variant: EngineVariant = AS_CONFIGURED) -> AbstractContextManager[BenchEngine]:
         """Opens an engine with the settings of `variant`, and closes it at the end of the block.
 
-        The engine's memory is released only when the caller has dropped the BenchEngine too.
-        """
+        The engine's memory is released only when the caller has dropped the BenchEngine too."""
         ...
 
 
@@ -251,10 +250,12 @@ class ModelEngines:
         return find_checkpoint(EngineConfig(**self.settings)).target.max_position
 
     def config(self, variant: EngineVariant = AS_CONFIGURED) -> ResolvedConfig:
+        """Returns the configuration of `open(variant)`, without loading the model."""
         return prepare_engine(EngineConfig(**{**self.settings, **variant})).resolved
 
     @contextmanager
     def open(self, variant: EngineVariant = AS_CONFIGURED) -> Iterator[BenchEngine]:
+        """Opens an engine with the settings of `variant`, and closes it after the block."""
         with LLM(**{**self.settings, **variant}) as llm:
 
             def make_prompts(lengths: Sequence[int]) -> list[list[int]]:

@@ -96,7 +96,7 @@ def _add_dataset_flags(parser: ArgumentParser) -> None:
 
 
 def add_server_flags(group: Any) -> None:
-    """Add --url and the flags in SERVER_FLAGS."""
+    """Add --url and the flags in SERVER_FLAGS.  group: argparse's group of flags."""
     add = group.add_argument
     add("--url", action="append", metavar="X", help="a running server, any with OpenAI's API; may be repeated")
     add("--endpoint", choices=(CHAT, COMPLETIONS), help="endpoint that is called (chat; with --token-ids completions)")

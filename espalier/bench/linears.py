@@ -180,7 +180,7 @@ class ModelShape:
         return 0 if self.one_block_layers else max(0, self.num_layers - num_expert_layers)
 
     def slice_layers(self, begin: int, end: int | None = None) -> "ModelShape":
-        """Returns the sizes of a model with only the layers `begin` to `end`."""
+        """Returns the sizes of a model with only the layers `begin` to `end` - 1; end: None for all after `begin`."""
         specs = self.layer_specs[begin:end]
         num_dense_layers = min(max(self.num_dense_layers - begin, 0), len(specs))
         experts = self.experts and replace(self.experts, num_layers=len(specs) - num_dense_layers)
@@ -247,7 +247,7 @@ class ModelShape:
         shapes = (group.shape for group in groups if group.num_heads == 1 and group.weight_format == weight_format)
         return tuple(dict.fromkeys(shapes))
 
-    def _layer_products(self, prefix: str, input_columns: int, rows: int) -> tuple[ProductGroup, ...]:
+    def _layer_products(self, prefix: str, input_columns: int, num_rows: int) -> tuple[ProductGroup, ...]:
         """Returns the products of all layers, dense layers first.  Layers that differ only in the sliding window share
         groups.  prefix: the start of the products' names.  input_columns: the input size of a layer's first product."""
         specs = [replace(spec, window=None) for spec in self.layer_specs]
@@ -255,34 +255,34 @@ class ModelShape:
         groups, num_earlier_weights = list[ProductGroup](), Counter[tuple[str, Shape]]()
         for (is_dense, spec), count in layer_counts.items():
             mlp = (
-                self._mlp_products(prefix, self.intermediate_size, count, rows)
+                self._mlp_products(prefix, self.intermediate_size, count, num_rows)
                 if is_dense
-                else self._expert_products(prefix, count, rows)
+                else self._expert_products(prefix, count, num_rows)
             )
             if self.one_block_layers and spec.cache_spec != NO_MIXING:
                 mlp = ()
-            for group in (*self._attention_products(prefix, input_columns, spec, count, rows), *mlp):
+            for group in (*self._attention_products(prefix, input_columns, spec, count, num_rows), *mlp):
                 groups.append(replace(group, first_weight=num_earlier_weights[group.name, group.shape]))
                 num_earlier_weights[group.name, group.shape] += count
         return tuple(groups)
 
     def _attention_products(
-        self, prefix: str, input_columns: int, spec: LayerSpec, num_layers: int, rows: int
+        self, prefix: str, input_columns: int, spec: LayerSpec, num_layers: int, num_rows: int
     ) -> tuple[ProductGroup, ...]:
         if self.latent is not None:
-            latent_products = self._latent_products(prefix, self.latent, spec.heads, num_layers, rows)
-            return (*self._indexer_products(prefix, self.latent, spec, num_layers, rows), *latent_products)
+            latent_products = self._latent_products(prefix, self.latent, spec.heads, num_layers, num_rows)
+            return (*self._indexer_products(prefix, self.latent, spec, num_layers, num_rows), *latent_products)
         if isinstance(spec.cache_spec, RecurrentState):
-            return self._recurrent_products(prefix, spec.cache_spec, num_layers, rows)
+            return self._recurrent_products(prefix, spec.cache_spec, num_layers, num_rows)
         size = spec.cache_spec.k_size
         heads = spec.projected_heads + (spec.heads if self.gates_attention else 0)
         return (
-            self._product(f"{prefix}qkv", (heads * size, input_columns), num_layers, rows),
-            self._product(f"{prefix}o", (self.hidden_size, spec.heads * size), num_layers, rows),
+            self._product(f"{prefix}qkv", (heads * size, input_columns), num_layers, num_rows),
+            self._product(f"{prefix}o", (self.hidden_size, spec.heads * size), num_layers, num_rows),
         )
 
     def _recurrent_products(
-        self, prefix: str, state: RecurrentState, num_layers: int, rows: int
+        self, prefix: str, state: RecurrentState, num_layers: int, num_rows: int
     ) -> tuple[ProductGroup, ...]:
         """Returns the products of a recurrent layer: the projections of its inputs, of its gates, and of its output."""
         if state == NO_MIXING:
@@ -291,55 +291,55 @@ class ModelShape:
         columns = state.channels + inner if state.heads else 3 * state.channels
         gates: tuple[ProductGroup, ...] = ()
         if state.heads and state.delta:
-            gates = (ProductGroup(f"{prefix}gates", (2 * state.heads, self.hidden_size), num_layers, rows),)
+            gates = (ProductGroup(f"{prefix}gates", (2 * state.heads, self.hidden_size), num_layers, num_rows),)
         else:
             columns += state.heads
-        inputs = self._product(f"{prefix}inputs", (columns, self.hidden_size), num_layers, rows)
-        return (inputs, *gates, self._product(f"{prefix}out", (self.hidden_size, inner), num_layers, rows))
+        inputs = self._product(f"{prefix}inputs", (columns, self.hidden_size), num_layers, num_rows)
+        return (inputs, *gates, self._product(f"{prefix}out", (self.hidden_size, inner), num_layers, num_rows))
 
     def _latent_products(
-        self, prefix: str, latent: LatentConfig, heads: int, num_layers: int, rows: int
+        self, prefix: str, latent: LatentConfig, heads: int, num_layers: int, num_rows: int
     ) -> tuple[ProductGroup, ...]:
         queries = heads * latent.head_size
         rows_of_down = (latent.q_rank or queries) + latent.cache_row_size
         up = (
             ()
             if latent.q_rank is None
-            else (self._product(f"{prefix}q up", (queries, latent.q_rank), num_layers, rows),)
+            else (self._product(f"{prefix}q up", (queries, latent.q_rank), num_layers, num_rows),)
         )
         return (
-            self._product(f"{prefix}q and kv", (rows_of_down, self.hidden_size), num_layers, rows),
+            self._product(f"{prefix}q and kv", (rows_of_down, self.hidden_size), num_layers, num_rows),
             *up,
-            ProductGroup(f"{prefix}k up", (latent.kv_rank, latent.nope_size), num_layers, rows, heads),
-            ProductGroup(f"{prefix}v up", (latent.v_size, latent.kv_rank), num_layers, rows, heads),
-            self._product(f"{prefix}o", (self.hidden_size, heads * latent.v_size), num_layers, rows),
+            ProductGroup(f"{prefix}k up", (latent.kv_rank, latent.nope_size), num_layers, num_rows, heads),
+            ProductGroup(f"{prefix}v up", (latent.v_size, latent.kv_rank), num_layers, num_rows, heads),
+            self._product(f"{prefix}o", (self.hidden_size, heads * latent.v_size), num_layers, num_rows),
         )
 
     def _indexer_products(
-        self, prefix: str, latent: LatentConfig, spec: LayerSpec, num_layers: int, rows: int
+        self, prefix: str, latent: LatentConfig, spec: LayerSpec, num_layers: int, num_rows: int
     ) -> tuple[ProductGroup, ...]:
         """Returns the products of the indexers of layers that keep index keys."""
         index = latent.indexer
         if index is None or latent.q_rank is None or not spec.cache_spec.planes.get(INDEX_PLANE):
             return ()
         return (
-            self._product(f"{prefix}index up", (index.heads * index.size, latent.q_rank), num_layers, rows),
-            self._product(f"{prefix}index key", (index.size, self.hidden_size), num_layers, rows),
-            ProductGroup(f"{prefix}index weights", (index.heads, self.hidden_size), num_layers, rows),
+            self._product(f"{prefix}index up", (index.heads * index.size, latent.q_rank), num_layers, num_rows),
+            self._product(f"{prefix}index key", (index.size, self.hidden_size), num_layers, num_rows),
+            ProductGroup(f"{prefix}index weights", (index.heads, self.hidden_size), num_layers, num_rows),
         )
 
     def _mlp_products(
-        self, prefix: str, inner_size: int, num_layers: int, rows: int, num_in_matrices: int = 2
+        self, prefix: str, inner_size: int, num_layers: int, num_rows: int, num_in_matrices: int = 2
     ) -> tuple[ProductGroup, ...]:
         return (
-            self._product(f"{prefix}gate_up", (num_in_matrices * inner_size, self.hidden_size), num_layers, rows),
-            self._product(f"{prefix}down", (self.hidden_size, inner_size), num_layers, rows),
+            self._product(f"{prefix}gate_up", (num_in_matrices * inner_size, self.hidden_size), num_layers, num_rows),
+            self._product(f"{prefix}down", (self.hidden_size, inner_size), num_layers, num_rows),
         )
 
-    def _product(self, name: str, shape: Shape, num_layers: int, rows: int) -> ProductGroup:
+    def _product(self, name: str, shape: Shape, num_layers: int, num_rows: int) -> ProductGroup:
         """Returns a group with quantised weights if the format can store this matrix, else with dense weights."""
         weight_format = self.weight_format if self._quantises(name, shape[1]) else DENSE
-        return ProductGroup(name, shape, num_layers, rows, weight_format=weight_format)
+        return ProductGroup(name, shape, num_layers, num_rows, weight_format=weight_format)
 
     def _quantises(self, name: str, columns: int) -> bool:
         """Returns whether the format can store a matrix.  name: of its ProductGroup, ends with the matrix's name."""
@@ -348,39 +348,39 @@ class ModelShape:
         quantiser = QUANTISERS[self.weight_format]
         return quantiser.for_draft(self.is_draft).is_quantised(name.split()[-1], columns)
 
-    def _expert_products(self, prefix: str, num_layers: int, rows: int) -> tuple[ProductGroup, ...]:
+    def _expert_products(self, prefix: str, num_layers: int, num_rows: int) -> tuple[ProductGroup, ...]:
         """Returns the router's product, whose `experts` are the routed experts, then the shared expert's products."""
         experts = self.experts
         if experts is None:
             return ()
         routed = RoutedExperts(experts, self.weight_format)
         router_shape = experts.shape.num_experts, self.hidden_size
-        router = ProductGroup(f"{prefix}router", router_shape, num_layers, rows, experts=routed)
-        gate = ProductGroup(f"{prefix}shared gate", (1, self.hidden_size), num_layers, rows)
+        router = ProductGroup(f"{prefix}router", router_shape, num_layers, num_rows, experts=routed)
+        gate = ProductGroup(f"{prefix}shared gate", (1, self.hidden_size), num_layers, num_rows)
         num_in_matrices = experts.activation.num_matrices
-        shared = self._mlp_products(f"{prefix}shared ", experts.shared_size, num_layers, rows, num_in_matrices)
+        shared = self._mlp_products(f"{prefix}shared ", experts.shared_size, num_layers, num_rows, num_in_matrices)
         return router, *([gate] if experts.has_shared_gate else ()), *(shared if experts.shared_size else ())
 
-    def _fusion_product(self, draft: "ModelShape", rows: int) -> ProductGroup:
+    def _fusion_product(self, draft: "ModelShape", num_rows: int) -> ProductGroup:
         """Returns the product of fc, by which the draft joins the hidden states of several target layers."""
-        return draft._product("draft fc", (draft.hidden_size, self.num_captured_layers * self.hidden_size), 1, rows)
+        return draft._product("draft fc", (draft.hidden_size, self.num_captured_layers * self.hidden_size), 1, num_rows)
 
-    def _own_lm_head(self, rows: int) -> ProductGroup:
+    def _own_lm_head(self, num_rows: int) -> ProductGroup:
         """Returns the product of the lm_head of an EAGLE head or of a block draft."""
         draft = self.draft_sizes
-        return draft._product("draft lm_head", (self.draft_vocab_size, draft.hidden_size), 1, rows)
+        return draft._product("draft lm_head", (self.draft_vocab_size, draft.hidden_size), 1, num_rows)
 
-    def _draft_head_product(self, module: int, rows: int) -> ProductGroup:
+    def _draft_head_product(self, module: int, num_rows: int) -> ProductGroup:
         if self.mtp is None:
-            return self._own_lm_head(rows)
+            return self._own_lm_head(num_rows)
         if self.mtp.has_own_heads:
             lm_head = self.vocab_size, self.hidden_size
-            return self.mtp.layer_shape._product(f"draft {module} lm_head", lm_head, 1, rows)
+            return self.mtp.layer_shape._product(f"draft {module} lm_head", lm_head, 1, num_rows)
         # Modules that share the target's lm_head use its name, so that all of them multiply with the same weight.
-        return self._lm_head(rows)
+        return self._lm_head(num_rows)
 
-    def _lm_head(self, rows: int) -> ProductGroup:
-        return ProductGroup("lm_head", (self.vocab_size, self.hidden_size), 1, rows)
+    def _lm_head(self, num_rows: int) -> ProductGroup:
+        return ProductGroup("lm_head", (self.vocab_size, self.hidden_size), 1, num_rows)
 
 
 def model_sizes(config: ModelConfig) -> ModelShape:

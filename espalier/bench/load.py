@@ -156,6 +156,7 @@ class LaunchTimes:
         self._launch_kind: str | None = None
 
     def on_launch(self, launch_input: LaunchInput) -> None:
+        """Counts the rows of a launch, and notes whether it is a prefill pass or a round."""
         self._unread_kinds.append("prefill" if launch_input.is_prefill else "rounds")
         if launch_input.is_prefill:
             self.num_target_rows += launch_input.form(self.captured_passes).pass_rows
@@ -166,6 +167,7 @@ class LaunchTimes:
             self.former_observer.on_launch(launch_input)
 
     def before_result(self, handle: LaunchHandle) -> None:
+        """Sets the kind of the step to the kind of the launch whose result comes next."""
         self._launch_kind = self._unread_kinds.popleft()
         if self.former_observer is not None:
             self.former_observer.before_result(handle)
@@ -190,8 +192,7 @@ def figures_by_category(answers: Sequence[AnsweredRequest]) -> dict[str, dict[st
     """Returns the figures of each category of requests.
 
     step_ms: the mean time from one round of a request to its next round.  tokens_per_second: the mean speed of one
-    request, after its first chunk.
-    """
+    request, after its first chunk."""
     answers_by_category: dict[str, list[AnsweredRequest]] = {}
     for answer in answers:
         answers_by_category.setdefault(answer.category, []).append(answer)
@@ -199,6 +200,7 @@ def figures_by_category(answers: Sequence[AnsweredRequest]) -> dict[str, dict[st
 
 
 def _figures_of_category(answers: Sequence[AnsweredRequest]) -> dict[str, Any]:
+    """Returns the figures of one category, from its answered requests."""
     streamed = [answer for answer in answers if len(answer.timeline.chunks) > 1]
     seconds = sum(answer.timeline.chunks[-1][0] - answer.timeline.chunks[0][0] for answer in streamed)
     tokens = sum(answer.num_tokens - answer.timeline.chunks[0][1] for answer in streamed)
@@ -242,8 +244,7 @@ class LoadResult:
 
         cached_share: the share of the prompt tokens that came from the prefix cache.  outputs_hash: a hash of all
         outputs, sorted by Request.arrival_index.  wasted_rows: the share of the target's rows (tokens in its passes)
-        that neither computed a prompt token nor gave an output token.
-        """
+        that neither computed a prompt token nor gave an output token."""
         tokens_out = sum(len(request.output) for request in self.requests)
         tokens_in = sum(len(request.prompt) for request in self.requests)
         num_computed = tokens_in - sum(request.cached_tokens for request in self.requests)
@@ -305,7 +306,7 @@ class BenchConversations(Protocol):
     def num_turns(self, index: int) -> int: ...
 
     def next_request(self, index: int, earlier: Sequence[Request]) -> Request:
-        """Returns the next request of a conversation.  earlier: the answered requests of its earlier turns."""
+        """Returns the next request of conversation `index`.  earlier: the answered requests of its earlier turns."""
         ...
 
 
@@ -332,6 +333,7 @@ class RandomConversations:
         return self.load.num_turns
 
     def next_request(self, index: int, earlier: Sequence[Request]) -> Request:
+        """Returns the next request of conversation `index`.  earlier: the requests of its earlier turns."""
         turn, talk = len(earlier), self.load.load_of_conversation(index)
         begin = self.load.shared_prefix_tokens + sum(talk.input_lengths[:turn]) if turn else 0
         end = self.load.shared_prefix_tokens + sum(talk.input_lengths[: turn + 1])

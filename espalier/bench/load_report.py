@@ -58,7 +58,8 @@ NUMBER_FORMATS = (
 
 
 class DatasetConversations:
-    """Conversations of a dataset.  thinking: the chat template's switch for reasoning; None for the default."""
+    """Conversations of a dataset.  thinking: the chat template's switch for reasoning; None for the default.
+    think_s: seconds from an answer to the next turn."""
 
     def __init__(
         self, llm: LLM, conversations: Sequence[Conversation], temperature: float, thinking: bool | None, think_s: float
@@ -89,6 +90,7 @@ class DatasetConversations:
         return len(self.conversations[index].turns)
 
     def next_request(self, index: int, earlier: Sequence[Request]) -> Request:
+        """Returns the next request of conversation `index`.  earlier: the requests of its earlier turns."""
         talk, turn = self.conversations[index], len(earlier)
         prompt = self._prompt_tokens(talk, [self.tokenizer.decode(request.output) for request in earlier])
         params = SamplingParams(
@@ -209,6 +211,7 @@ def _results_by_variant(
 
 
 def _warm_up(bench: BenchEngine, load: Load | None, batch_size: int) -> None:
+    """Runs short requests before the measurements.  load: None for a dataset.  batch_size: how many requests."""
     count = min(batch_size, bench.config.layout.max_batch)
     count = count if load is None else min(count, load.num_conversations)
     lengths = [INPUT_BOUNDS[0] if load is None else load.load_of_conversation(i).input_lengths[0] for i in range(count)]

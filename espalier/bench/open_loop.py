@@ -243,6 +243,7 @@ async def _measure_server(
 
 
 def _table_rows(figures: Sequence[Mapping[str, Any]], limits: LatencyLimits) -> list[list[str]]:
+    """Returns the rows of the printed table.  figures: those of each measurement, one column each."""
     limits_ms = (("ttft", limits.ttft), ("per token", limits.itl))
     limit_texts = [f"{name} {ms:g} ms" for name, ms in limits_ms if ms is not None]
     rows = [
@@ -263,6 +264,7 @@ def _table_rows(figures: Sequence[Mapping[str, Any]], limits: LatencyLimits) -> 
 
 
 def _rate_text(rate: float | None) -> str:
+    """Returns the words for a rate of arrivals in a heading."""
     return "" if rate is None else f" at {rate:g}/s"
 
 

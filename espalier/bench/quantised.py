@@ -36,8 +36,7 @@ class Accuracy:
 
     positions: the number of compared positions.  agreement: the share of positions with the same likeliest token.  kl:
     the mean KL divergence in nats.  perplexity, accept_length: (of the model, of its copy), on the same texts.
-    accept_length: None without a draft.  is_own_text: whether the original model generated the text.
-    """
+    accept_length: None without a draft.  is_own_text: whether the original model generated the text."""
 
     positions: int
     agreement: float
@@ -86,6 +85,7 @@ class HiddenRecorder:
         return getattr(self.model, name)
 
     def logits(self, hidden: Tensor) -> Tensor:
+        """Returns the target's logits of hidden states [..., H], which are recorded."""
         self._pass_rows.append(hidden.flatten(0, -2))
         return self.model.logits(hidden)
 
@@ -112,8 +112,7 @@ def compare_accuracy(
     """Compare a model with its quantised copy.
 
     settings: the keywords of LLM for both models, with the draft.  num_tokens: the tokens to generate after each prompt
-    to measure the accept length.  advance: called after each text of each model.
-    """
+    to measure the accept length.  advance: called after each text of each model."""
     settings = without_by_batch(settings)
     original = _run_model(model, settings, num_texts, num_tokens, None, advance)
     copy = _run_model(quantised, settings, num_texts, num_tokens, original, advance)
@@ -150,8 +149,8 @@ def accept_lengths(
     advance: Callable[[], None],
 ) -> tuple[float, float]:
     """Returns the accept lengths of a target with a draft, and with the draft's quantised copy, on the same prompts.
-    drafts: (the draft, its quantised copy).  num_tokens: the tokens to generate from each prompt.
-    """
+    drafts: (the draft, its quantised copy).  num_tokens: the tokens to generate from each prompt.  advance: called
+    after each draft.  settings: further keywords of LLM.  num_texts: how many prompts are used."""
     lengths = []
     for draft in drafts:
         with LLM(target, draft=draft, **without_by_batch(settings)) as llm:
@@ -169,7 +168,7 @@ def _run_model(
     advance: Callable[[], None],
 ) -> ModelOutputs:
     """Runs one model over the texts.  original: for the quantised copy, the outputs of the original model, with the
-    texts to read.  For the original model, None: this run makes the texts."""
+    texts to read.  For the original model, None: this run makes the texts.  advance: called after each text."""
     with LLM(model, **settings) as llm:
         is_own_text = llm.tokenizer is None
         pairs = (_make_texts if is_own_text else heldout_tokens)(llm, num_texts) if original is None else original.texts
@@ -201,11 +200,13 @@ def _hidden_states(llm: LLM, recorder: HiddenRecorder, tokens: list[int]) -> Ten
 
 
 def _accept_length(llm: LLM, prompts: Sequence[list[int]], num_tokens: int) -> float:
+    """Returns the mean accept length of greedy outputs of `num_tokens` tokens."""
     prompts, greedy = _cut_to_context(llm, prompts, num_tokens)
     return drive(llm.engine, prompts, greedy).stats.accept_length
 
 
 def _make_texts(llm: LLM, num_texts: int) -> TokenPairs:
+    """Returns (prompt, greedy output) for each held-out prompt, as token ids."""
     prompts, greedy = _cut_to_context(llm, [prompt for prompt, _ in heldout_tokens(llm, num_texts)], GENERATED_LENGTH)
     return [(prompt, output.token_ids) for prompt, output in zip(prompts, llm.generate(prompts, greedy), strict=True)]
 

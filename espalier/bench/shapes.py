@@ -66,8 +66,7 @@ class Shape:
         """The config.json fields of a draft's layer: a Llama layer with the target's sizes.
 
         A target with latent attention (MLA) has no K and V heads that the draft could copy.  Its draft has heads of at
-        most DRAFT_HEAD_SIZE values, and at most a quarter as many key-value heads as query heads.
-        """
+        most DRAFT_HEAD_SIZE values, and at most a quarter as many key-value heads as query heads."""
         config = self.target
         heads, kv_heads, head_size = config.heads, config.kv_heads, config.head_size
         if config.latent is not None:
@@ -113,6 +112,7 @@ class Shape:
 def _llama(
     hidden_size: int, intermediate_size: int, num_layers: int, head_dim: int, rope_factor: float, num_heads: int = 32
 ) -> dict[str, Any]:
+    """Returns the config.json of a Llama 3 model.  rope_factor: the factor by which positions are scaled."""
     return {
         **LLAMA_FIELDS,
         "mlp_bias": False,

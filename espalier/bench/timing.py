@@ -160,6 +160,8 @@ class Weights:
 
 
 def run_in_order(products: Sequence[Product]) -> Callable[[], None]:
+    """Returns a function that runs the products one after another."""
+
     def run_products() -> None:
         for product in products:
             product()

@@ -60,6 +60,7 @@ class Traffic:
         return [self._conversation(i, rng, words, rng.choice(beginnings)) for i in range(count)]
 
     def _conversation(self, index: int, rng: random.Random, words: Sequence[Any], prefix: list[Any]) -> Conversation:
+        """Draws a conversation.  words: words or token ids to draw from.  prefix: its shared beginning."""
         drawn_turns = [
             (rng.choices(words, k=rng.randint(*self.input_bounds)), rng.randint(*self.output_bounds))
             for _ in range(self.num_turns)
@@ -78,7 +79,7 @@ def request_bodies(
     conversation: Conversation, endpoint: str, answers: Sequence[str], shared_fields: Mapping[str, Any]
 ) -> Iterator[dict[str, Any]]:
     """Yields the request body of each turn.  answers: the server's answers so far; the caller appends each answer
-    before it takes the next body.  shared_fields: the fields that all bodies share."""
+    before it takes the next body.  shared_fields: the fields that all bodies share.  endpoint: COMPLETIONS or CHAT."""
     stream = {"stream": True, "stream_options": {"include_usage": True}, "temperature": 0}
     for turn in conversation.turns:
         fields = {**stream, "max_tokens": turn.max_tokens, **shared_fields}

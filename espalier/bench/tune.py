@@ -6,8 +6,7 @@ quantised matrices (--weights) the plan that kernels/layers/linear_quantised.py 
 First, each shape is measured alone: a CUDA graph of products with so many weights that none is still in the L2 cache.
 Then a shape's best plans are measured in passes of a model, with all other kernels.  There, a kernel of ours can start
 before the preceding kernel has ended (programmatic dependent launch), but a kernel after F.linear cannot (docs/log.md).
-With --seconds, only the first candidates are measured, for few rows first.
-"""
+With --seconds, only the first candidates are measured, for few rows first."""
 
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -311,7 +310,7 @@ class LinearTuner:
     def _measure_bucket(
         self, shape: Shape, x: Tensor, plans: Sequence[TritonPlan | LibraryPlan], deadline: float = inf
     ) -> MeasuredPlans:
-        """Measures the plans one by one until `deadline`.  Then measures the fastest of them again."""
+        """Measures the plans one by one until `deadline`.  Then measures the fastest of them again.  x: [rows, in]."""
         weights, rows = self.weight_copies(shape), len(x)
         measured_inputs = (x[:MIN_ROWS], x) if rows == ROWS_BUCKETS[0] else (x,)
         first_us: dict[TritonPlan | LibraryPlan, float] = {}
@@ -326,7 +325,7 @@ class LinearTuner:
         return MeasuredPlans(shape, rows, baseline_us, min(plan_us, default=inf), tuple(finalists[i] for i in order))
 
     def _plan_us(self, x: Tensor, weights: Sequence[Matrix], plans: Sequence[LinearPlan], repeats: int) -> list[float]:
-        """Returns the µs of one product with each plan.  The plans take turns."""
+        """Returns the µs of one product of x [rows, in] with each plan.  The plans take turns, `repeats` times."""
         calls = max(2, -(-CHAIN_BYTES // weights[0].nbytes))
         bodies = [_repeated_products(x, weights, plan, calls) for plan in plans]
         return [1e3 * ms / calls for ms in self.timer.median_ms(bodies, repeats)]
@@ -357,13 +356,14 @@ class LinearTuner:
     def _pass_with_plan(
         self, groups: Groups, weights: Weights, measured: MeasuredPlans, plan: LinearPlan, table: PlanTable
     ) -> Callable[[], None]:
-        """Returns a function that runs a pass with `plan` for the measured shape, and with `table` for other shapes."""
+        """Returns a function that runs the pass `groups`, with `plan` for the measured shape, `table` for others."""
         plans = {**table, (measured.shape, measured.num_rows): plan}
         return weights.make_pass(groups, _multiply_by_table(groups, plans, measured.num_rows))
 
     def _fastest_plan_in_pass(
         self, groups: Groups, weights: Weights, measured: MeasuredPlans, table: PlanTable
     ) -> LinearPlan:
+        """Returns the plan with which a pass is fastest.  measured: the plans.  table: for other shapes."""
         key = (measured.shape, measured.num_rows)
         contenders = list(dict.fromkeys([table[key], None, *measured.plans[:NUM_MEASURED_IN_PASSES]]))
         bodies = [self._pass_with_plan(groups, weights, measured, plan, table) for plan in contenders]
@@ -401,7 +401,7 @@ def _multiply_by_table(product_groups: Groups, table: PlanTable, rows: int) -> M
     """Returns a function that runs a product with its plan in `table`, and then the kernel that follows it in a layer.
 
     After SUMMED_LAYERS, an add-and-norm kernel adds up the partial sums (after qkv, in place of the engine's kernel for
-    rotations).  A gate follows GATED_LAYERS.  Some plans fuse the gate with the product."""
+    rotations).  A gate follows GATED_LAYERS.  Some plans fuse the gate with the product.  rows: of every input."""
     groups = SUMMED_LAYERS, GATED_LAYERS
     summed, gated = ({run.shape for run in product_groups if run.name.split()[-1] in names} for names in groups)
     norm_inputs: dict[Shape, tuple[Tensor, Tensor]] = {}

@@ -94,6 +94,7 @@ class ChainInputs:
 
 
 def _num_timed_calls(shape: ExpertsShape, num_rows: int) -> int:
+    """Returns how many calls a chain needs to take long enough to be timed."""
     bytes_per_call = min(shape.num_experts, num_rows * shape.top_k) * shape.expert_bytes
     num_enough = max(-(-CHAIN_BYTES // bytes_per_call), -(-CHAIN_FLOPS // shape.flops(num_rows)))
     return max(MIN_CALLS, min(MAX_CALLS, num_enough)) if num_rows > 1 else MAX_CALLS
@@ -255,7 +256,7 @@ class ExpertsTuner:
     def _us_by_plan(
         self, chains: Sequence[ChainInputs], plans: Sequence[Plan], make_chain: MakeChain[Plan], repeats: int
     ) -> dict[Plan, list[float]]:
-        """Returns {plan: the µs of a call in each chain}.  The plans take turns."""
+        """Returns {plan: the µs of a call in each chain}.  The plans take turns.  make_chain: returns what is timed."""
         with precompile():
             for each in chains:
                 for plan in plans:
@@ -303,6 +304,7 @@ def run(models: Sequence[ModelShape], dtype: torch.dtype, path: Path) -> None:
 
 
 def _table_row(measured: MeasuredExperts, bandwidth: float) -> list[str]:
+    """Returns a row of the printed table.  bandwidth: of the GPU's memory, in bytes a second."""
     shape, plan = measured.shape, measured.plan
     return [
         f"{shape.num_experts} x {shape.hidden_size} x {shape.inner_size}, {shape.top_k}",

@@ -87,7 +87,7 @@ class KeptTexts:
             self._count_written(kind, num_trained[kind])
 
     def add(self, prompt: Sequence[int], output: Sequence[int]) -> None:
-        """Queue a text.  The text is left out if its output is too short, or if the queue is full."""
+        """Queue a text (token ids).  The text is left out if its output is too short, or if the queue is full."""
         if len(output) < MIN_OUTPUT_TOKENS:
             return
         row = np.array([len(prompt), len(prompt) + len(output), *prompt, *output], dtype=np.int32)
@@ -118,7 +118,8 @@ class KeptTexts:
                 raise
 
     def _write(self, kind: str, rows: Sequence[np.ndarray], num_before: int) -> None:
-        """Adds rows, one for each text, to the newest file, or writes them to a new file if they do not fit there."""
+        """Adds rows, one for each text, to the newest file, or to a new file if they do not fit there.
+        num_before: how many texts of this kind were kept before these."""
         if not rows:
             return
         files, target = self.files(kind), self.folder / f"{kind}.{num_before:08}.npy"
@@ -154,6 +155,7 @@ class KeptTexts:
         self.num_held_back_tokens += sign * sum(int(row[1] - row[0]) for row in rows if kind == "held-back")
 
     def files(self, kind: str) -> list[Path]:
+        """Returns the files of one kind of texts, the oldest first.  kind: "train" or "held-back"."""
         return sample_files(self.folder, kind)
 
     @property
@@ -226,8 +228,7 @@ class LearnFolder:
     """The folder of --learn, locked for this process.
 
     origin: digests of the target and of the draft given at startup.
-    Raises EspalierError if the folder belongs to another model, is in use, or holds other files.
-    """
+    Raises EspalierError if the folder belongs to another model, is in use, or holds other files."""
 
     def __init__(self, path: Path, origin: Mapping[str, str]) -> None:
         self.path = path
@@ -302,6 +303,7 @@ def _write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def _lock_folder(path: Path) -> IO[str]:
+    """Returns the folder's lock file, locked against other servers.  Raises EspalierError."""
     lock = (path / "lock").open("a")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -312,6 +314,7 @@ def _lock_folder(path: Path) -> IO[str]:
 
 
 def _require_origin(origin_file: Path, origin: Mapping[str, str]) -> None:
+    """Raises EspalierError unless the file records `origin` (see LearnFolder).  A missing file is written."""
     if not origin_file.exists():
         _write_json(origin_file, dict(origin))
         return
@@ -332,10 +335,8 @@ def remove_draft(draft: Path) -> None:
 def publish_draft(
     unfinished: Path, draft: Path, lengths: tuple[float, float, float], num_tokens: int, seconds: float
 ) -> None:
-    """Write the manifest of a complete draft, and move the draft to its name.
-
-    lengths: (given, before, after) of Manifest.  Raises OSError.
-    """
+    """Write the manifest of a complete draft, and move the draft from the folder `unfinished` to the folder `draft`.
+    lengths: (given, before, after) of Manifest.  seconds: the time of the training.  Raises OSError."""
     manifest = Manifest(_digest(unfinished), *lengths, num_tokens, seconds)
     (unfinished / MANIFEST).write_text(json.dumps(asdict(manifest), indent=1))
     for file in unfinished.iterdir():
@@ -354,7 +355,7 @@ def read_manifest(draft: Path) -> Manifest:
 
 
 def _digest(draft: Path) -> str:
-    """Returns the digest of the names and bytes of all files but the manifest."""
+    """Returns the digest of the names and bytes of all files in the folder `draft`, except the manifest."""
     digest = hashlib.sha256()
     for file in sorted(draft.iterdir()):
         if file.name != MANIFEST:

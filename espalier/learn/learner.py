@@ -65,8 +65,7 @@ class TrainerMachine:
 def require_learnable(prepared: PreparedEngine) -> str:
     """Returns the kind of the draft.  Called before weights are loaded.
 
-    Raises EspalierError, with the reason why the draft cannot be trained further or swapped in.
-    """
+    Raises EspalierError, with the reason why the draft cannot be trained further or swapped in."""
     found, config = prepared.checkpoint, prepared.resolved
     if found.draft_path is None:
         raise EspalierError(f"--learn trains a draft model further, and {config.algorithm} has none; give --draft")
@@ -178,8 +177,7 @@ class Learner:
     def attach(self, llm: LLM) -> None:
         """Serve the draft that was learned last, and start the thread.
 
-        Raises EspalierError if the configured draft cannot be swapped.
-        """
+        Raises EspalierError if the configured draft cannot be swapped."""
         runner = llm.engine.executor.runner
         self._target = runner.target
         # A PathMergingDrafter contains the drafter that has the model.
@@ -232,8 +230,7 @@ class Learner:
         """Swaps in the waiting draft, if any.
 
         Running requests keep the rows that the old draft wrote to the cache.  These rows may change what the new draft
-        proposes, but never an output.
-        """
+        proposes, but never an output."""
         self._is_busy = engine.has_work
         if self._candidate is not None:
             engine.drain()
@@ -312,6 +309,7 @@ class Learner:
             self._last_signal = signal
 
     def _check_process(self, process: subprocess.Popen[bytes]) -> None:
+        """Send the training process its signal.  If it has ended, judge the new draft, or record the failure."""
         status = process.poll()
         if status is None:
             self._send_signal(process)
@@ -376,6 +374,7 @@ class Learner:
         return load_draft(draft, self._target, dtype=dtype, device=device, position_rows=position_rows)
 
     def _record_failure(self, reason: str) -> None:
+        """Log why a training failed.  The next training starts after a pause."""
         self._num_failed += 1
         self.figures.failures += 1
         pause = min(FIRST_PAUSE_S * 2 ** (self._num_failed - 1), LONGEST_PAUSE_S)

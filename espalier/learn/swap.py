@@ -36,6 +36,7 @@ def held_tensors(model: Any, path: str = "draft") -> Iterator[HeldTensor]:
 
 
 def _walk_tensors(value: Any, path: str, visited_ids: set[int]) -> Iterator[HeldTensor]:
+    """Yields the tensors in `value`, an object at `path`.  visited_ids: the id() of objects seen before."""
     if id(value) in visited_ids:
         return
     visited_ids.add(id(value))
@@ -48,6 +49,7 @@ def _walk_tensors(value: Any, path: str, visited_ids: set[int]) -> Iterator[Held
 
 
 def _named_members(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Yields (key, member) of a list, a dict or an object of this package."""
     if isinstance(value, list | tuple):
         yield from enumerate(value)
     elif isinstance(value, dict):
@@ -89,6 +91,7 @@ def _synchronize() -> None:
 
 
 def _require_fitting(place: HeldTensor, tensor: Tensor) -> None:
+    """Raises EspalierError unless the learned `tensor` can replace the tensor at `place`."""
     old = place.tensor
     is_equal = (old.shape, old.dtype, old.is_mkldnn) == (tensor.shape, tensor.dtype, tensor.is_mkldnn)
     if not is_equal or (old.is_mkldnn and isinstance(place.key, int)):

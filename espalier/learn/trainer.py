@@ -84,7 +84,7 @@ def newest_texts(
 
 
 def run_settings(num_tokens: int, length: int, device: torch.device, max_seconds: int, seed: int) -> dict[str, Any]:
-    """Returns the settings of a run over a sample of num_tokens tokens.  Raises EspalierError for too few tokens."""
+    """Returns the settings of a run on num_tokens tokens, in rows of `length`.  Raises EspalierError for too few."""
     batch = min(32 if device.type == "cuda" else 4, max(1, num_tokens // (STEPS_PER_PASS * length)))
     # After each row, TextRows may leave out almost a row of tokens.  So one row may need the tokens of two rows.
     if num_tokens < 2 * length + 2:
@@ -149,6 +149,7 @@ def make_draft_run(
     config = kind.config(draft, settings)
 
     def measure_tree(texts: list[np.ndarray], output_starts: list[int]) -> dict[str, AcceptReport]:
+        """Measures the draft with weights rounded as in the saved file.  output_starts: where each output begins."""
         saved_draft = deepcopy(draft).bfloat16().to(target.lm_head.dtype)
         return {"tree": measure(kind, saved_draft, target, texts, output_starts, tree)}
 
@@ -158,6 +159,7 @@ def make_draft_run(
 
 
 def main(folder: Path) -> int:
+    """Trains a draft once in the folder of --learn.  Returns the exit code."""
     os.nice(NICENESS)
     disable_progress_bar()  # its lines would hide the last line of the log, which says why a training failed
     if training_device().type == "cpu":

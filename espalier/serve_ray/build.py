@@ -57,8 +57,7 @@ class ReplicaOptions:
     tokens_per_replica: autoscaling changes the number of replicas so that each has about this many tokens still to
     compute (EngineReplica.open_tokens).  resources: what Ray reserves for a replica (ray_actor_options); with None, a
     GPU for each rank, and nothing on a CPU.  autoscaling: further fields of Ray's AutoscalingConfig.  router: the
-    import path of a subclass of Ray's RequestRouter.
-    """
+    import path of a subclass of Ray's RequestRouter."""
 
     min_replicas: int
     max_replicas: int
@@ -142,6 +141,7 @@ def parse_service(args: Mapping[str, Any]) -> Service:
 
 
 def _parse_model(args: dict[str, Any], log_options: dict[str, Any]) -> ServedModel:
+    """Returns one model of the service.  args: its options by name.  log_options: fields of ClientOptions."""
     engine_fields = [f.name for f in fields(EngineConfig)]
     for name in args:
         if name not in (*engine_fields, *MODEL_OPTIONS):
@@ -173,7 +173,7 @@ def check_settings(settings: Mapping[str, Any]) -> None:
 
 
 def _option_or(args: Mapping[str, Any], name: str, default: Any) -> Any:
-    """Returns an option, or `default` if the option is missing or null."""
+    """Returns the option `name` of `args`, or `default` if the option is missing or null."""
     return default if args.get(name) is None else args[name]
 
 
@@ -187,7 +187,7 @@ def _option_fields(args: Mapping[str, Any], names: Sequence[str]) -> dict[str, A
 
 
 def _list_of_texts(args: Mapping[str, Any], name: str, *default: str) -> list[str]:
-    """Returns an option as a list.  The option is a text or a list of texts.  Raises EspalierError."""
+    """Returns the option `name`, a text or a list of texts, as a list.  default: for a missing option."""
     value = _option_or(args, name, list(default))
     texts = [value] if isinstance(value, str) else value
     if not (isinstance(texts, list) and all(isinstance(each, str) for each in texts)):
@@ -245,6 +245,7 @@ def application(service: Service) -> Any:
 
 
 def _replica_deployment(ray_serve: Any, model: ServedModel, service: Service, name: str) -> Any:
+    """Returns the deployment of a model's replicas.  ray_serve: the module ray.serve."""
     from ray.serve.config import RequestRouterConfig
 
     from espalier.serve_ray.replica import EngineReplica
@@ -266,6 +267,7 @@ def _replica_deployment(ray_serve: Any, model: ServedModel, service: Service, na
 
 
 def _scaling_options(model: ServedModel) -> dict[str, Any]:
+    """Returns the options of a deployment that set its number of replicas."""
     options = model.replicas
     if not options.is_autoscaled:
         return {"num_replicas": options.min_replicas}
@@ -287,8 +289,7 @@ def ray_resources(model: ServedModel) -> dict[str, Any]:
     """Returns the resources that Ray reserves for a replica.
 
     By default, a GPU for each rank.  On a CPU nothing is reserved, so that replicas share the cores.  All resources of
-    a replica are on one machine.  Raises EspalierError if a replica with several ranks gets another number of GPUs.
-    """
+    a replica are on one machine.  Raises EspalierError if a replica with several ranks gets another number of GPUs."""
     num_gpus = num_gpus_of(model.settings)
     if model.replicas.resources is None:
         return {"num_cpus": 0, "num_gpus": num_gpus}

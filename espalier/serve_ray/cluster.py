@@ -76,8 +76,7 @@ def _connect(ray: Any, host: str, port: int) -> bool:
     """Connect to the Ray cluster of RAY_ADDRESS, else to the cluster on this machine, else start a cluster.
 
     RAY_ADDRESS=local always starts a cluster.  Returns whether a cluster was started.  Raises EspalierError.  Before
-    a cluster is started, the port is checked, because starting a cluster takes ten seconds.
-    """
+    a cluster is started, the port is checked, because starting a cluster takes ten seconds."""
     log_options = {"logging_level": logging.WARNING}
     address = os.environ.get("RAY_ADDRESS")
     if address != "local":

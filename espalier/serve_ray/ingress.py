@@ -71,8 +71,7 @@ class AppBehindProxy:
     """Adapts an ASGI application to Ray Serve's proxy.
 
     The proxy adds the header x-request-id, so the application's x-request-id is removed.  The application gets paths
-    without the route prefix.
-    """
+    without the route prefix."""
 
     def __init__(self, app: ASGIApp):
         self.app = app

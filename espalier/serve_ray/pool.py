@@ -48,8 +48,7 @@ class EnginePool:
 
     handle: Ray Serve's DeploymentHandle of replica.EngineReplica.  name: the model's name, a label in the metrics.
     max_replicas: the upper limit of autoscaling.  slot_share: this API server's share of the engines' batch slots, 1 /
-    number of API servers.  is_replica_lost: returns whether an exception of a call means that the replica has ended.
-    """
+    number of API servers.  is_replica_lost: returns whether an exception of a call means that the replica has ended."""
 
     handle: Any
     name: str
@@ -112,6 +111,7 @@ class EnginePool:
             raise EngineGone(SHUTTING_DOWN)
 
     def submit(self, prompts: Sequence[list[int]], template: SubmittedPrompt) -> Generation:
+        """Run prompts (token ids) on replicas.  template: the other fields of each SubmittedPrompt."""
         self.require_running()
         submitted_prompts = template.for_prompts(prompts, self._num_submitted)
         self._num_submitted += len(prompts)
@@ -154,6 +154,7 @@ class EnginePool:
             prompt.generation.fail(error)
 
     async def _try_replicas(self, prompt: PooledPrompt) -> None:
+        """Run a prompt on a replica.  If the replica is lost before any output, try another one."""
         submitted = prompt.submitted
         encoded_prompt = msgspec.msgpack.encode(submitted)
         hint = RoutingHint(prefix_hashes(submitted.prompt, int(self.config["page_size"])), submitted.params.n)

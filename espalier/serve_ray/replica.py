@@ -53,8 +53,7 @@ class EngineReplica:
     async def generate(self, message: bytes, _routing_hint: Any = None) -> AsyncIterator[bytes]:
         """Run a prompt.  Yields encoded protocol messages: StepOutput, and PromptRefused or EngineFailed for an error.
 
-        message: an encoded SubmittedPrompt.  _routing_hint: for the router.  Closing the iterator aborts the prompt.
-        """
+        message: an encoded SubmittedPrompt.  _routing_hint: for the router.  Closing the iterator aborts the prompt."""
         submitted = msgspec.msgpack.decode(message, type=SubmittedPrompt)
         try:
             generation = self.client.submit([submitted.prompt], submitted)

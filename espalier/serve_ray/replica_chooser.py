@@ -40,8 +40,7 @@ class ReplicaChooser:
     """Ranks replicas for prompts.
 
     imbalance: a replica with over `imbalance` more open samples than the least busy replica is ranked as if it had no
-    prefix.  max_prefixes: the limit of remembered prefixes; the least recently used prefix is forgotten first.
-    """
+    prefix.  max_prefixes: the limit of remembered prefixes; the least recently used prefix is forgotten first."""
 
     def __init__(self, imbalance: int = 8, max_prefixes: int = MAX_PREFIXES):
         self.imbalance = imbalance
@@ -81,7 +80,7 @@ class ReplicaChooser:
         return num_pages_held
 
     def record_sent(self, prefix_hashes: Sequence[int], num_samples: int, replica: str, request_id: str) -> None:
-        """Record a prompt that was sent to a replica.  record_ended gets the same request_id."""
+        """Record that a prompt with num_samples samples went to a replica.  record_ended gets the same request_id."""
         self._open_samples.setdefault((replica, request_id), []).append(num_samples)
         self.num_open_samples[replica] += num_samples
         # The shortest prefix is recorded last, so that it is forgotten last, because _num_pages_held stops at a
@@ -115,7 +114,7 @@ class OpenTokensPolicy:
     tokens_per_replica: int
 
     def __call__(self, context: Any) -> tuple[float, dict[str, Any]]:
-        """Returns (wanted number of replicas, empty state).  Without metrics, the number of replicas stays as it is."""
+        """Returns (wanted number of replicas, {}).  Without metrics, the number now.  context: AutoscalingContext."""
         open_tokens_of_replicas = (context.aggregated_metrics or {}).get("open_tokens")
         if not open_tokens_of_replicas:
             return context.target_num_replicas, {}

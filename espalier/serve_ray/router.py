@@ -14,6 +14,7 @@ class PrefixRouter(RequestRouter):
     imbalance: see ReplicaChooser."""
 
     def initialize_state(self, imbalance: int = 8) -> None:
+        """Ray Serve calls this first.  imbalance: see ReplicaChooser."""
         self.chooser = ReplicaChooser(imbalance)
 
     async def choose_replicas(

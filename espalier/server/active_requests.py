@@ -118,6 +118,7 @@ class ActiveRequest:
         """From now on, write events directly to the connection of `exchange`, as long as the client reads."""
 
         def write(parts: list[OutputPart]) -> bool:
+            """Write the events of `parts`.  Returns False, without writing, if the client does not read."""
             if not exchange.is_client_reading:
                 return False
             if events := self._events_of(parts):
@@ -181,7 +182,8 @@ async def _wait_for_disconnect(http: Request) -> None:
 
 
 class EventStream(StreamingResponse):
-    """The streaming response of an ActiveRequest.  first_event: made before the status is sent.
+    """The streaming response of an ActiveRequest.  first_event: made before the status is sent.  later_events:
+    made while the response is sent.
 
     An error after the first event is sent as an event.  Waking the task of this response costs as much as sending an
     event.  So ActiveRequest writes later events directly to the connection, without this task, if the HTTP server
@@ -196,7 +198,7 @@ class EventStream(StreamingResponse):
         self.has_ended = False
 
     async def _send_all(self, send: Send, exchange: HttpExchange | None) -> None:
-        """Send the response.  If the client disconnects, the rest is dropped."""
+        """Send the response.  If the client disconnects, the rest is dropped.  exchange: None without direct writes."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         await send(_body_message(self.first_event))
         if exchange is not None:
@@ -223,6 +225,7 @@ class EventStream(StreamingResponse):
         await asyncio.sleep(0)
 
     def _failure_event(self, error: ApiError) -> bytes:
+        """Returns the event that tells the client about an error, and counts the error in the metrics."""
         body = error.body()
         self.active_request.metrics.stream_errors.labels(body["error"]["type"]).inc()
         return self.active_request.response_builder.error_event(body)

@@ -303,7 +303,7 @@ def _tokenizer_endpoints(frontends: Frontends) -> list[Endpoint]:
 
 
 def _tokenize_text(inputs: InputProcessor, body: TokenizeRequest, check_text: TextCheck) -> list[int]:
-    """Returns the token ids of a text, for /tokenize."""
+    """Returns the token ids of a text, for /tokenize.  check_text: refuses a text that is too long."""
     assert body.prompt is not None
     tokenizer = inputs.require_tokenizer("/tokenize")
     check_text(body.prompt)
@@ -333,6 +333,7 @@ def _status_endpoints(frontends: Frontends) -> list[Endpoint]:
     created = int(frontends.metrics.started_at)
 
     def model_card(name: str) -> dict[str, Any]:
+        """Returns OpenAI's model object for the served model `name`."""
         max_context = frontends.frontend_for(name).inputs.model_info.max_context
         return {"id": name, "object": "model", "created": created, "owned_by": "espalier", "max_model_len": max_context}
 

@@ -36,7 +36,8 @@ log = logging.getLogger("espalier.server")
 
 
 class TransferLimiter:
-    """Limits the uploads and downloads in progress, because each transfer has files open."""
+    """Limits the uploads and downloads in progress, because each transfer has files open.  max_open: the
+    most transfers at once."""
 
     def __init__(self, max_open: int = MAX_TRANSFERS):
         self.max_open = max_open
@@ -96,6 +97,7 @@ def _file_endpoints(batches: BatchRunner) -> list[Endpoint]:
     store, transfers = batches.store, TransferLimiter()
 
     def requested_file(http: Request) -> StoredFile:
+        """Returns the stored file whose id is in the request's path.  Raises ApiError."""
         if (id := http.path_params["id"]) not in store.files:
             raise ApiError(404, f"there is no file {shown(id)}; GET {FILES_PATH} lists them", "file_id")
         return store.files[id]
@@ -151,6 +153,7 @@ def _batch_endpoints(batches: BatchRunner) -> list[Endpoint]:
     store = batches.store
 
     def requested_batch(http: Request) -> Batch:
+        """Returns the batch whose id is in the request's path.  Raises ApiError."""
         if (id := http.path_params["id"]) not in store.batches:
             raise ApiError(404, f"there is no batch {shown(id)}; GET {BATCHES_PATH} lists them", "batch_id")
         return batches.update_counts(store.batches[id])
@@ -193,12 +196,14 @@ async def _require_no_body(http: Request) -> None:
 
 
 def _list_parameters(http: Request, *names: str) -> Mapping[str, str]:
+    """Returns the query parameters of a list: limit, after and those in `names`.  Raises ApiError for others."""
     known = ("limit", "after", *names)
     return query_parameters(http, known, f"use {', '.join(known)}")
 
 
 def _list_page(path: str, items: Sequence[T], query: Mapping[str, str]) -> Response:
-    """Returns one page of a list, newest items first unless `order` is asc.  items: oldest first.  Raises ApiError."""
+    """Returns one page of a list, newest items first unless `order` is asc.  items: oldest first.  Raises ApiError.
+    path: the path of the list's endpoint.  query: the request's query parameters."""
     max_count = MAX_LIST_ITEMS[path]
     limit = query.get("limit", str(DEFAULT_LIST_ITEMS[path]))
     try:

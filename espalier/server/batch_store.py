@@ -133,6 +133,7 @@ class BatchStore:
         self._remove_orphans()
 
     def _read_records(self, folder: Path, record_type: type[T]) -> dict[str, T]:
+        """Returns the records in the JSON files of `folder`, by id, oldest first."""
         try:
             records = [msgspec.json.decode(path.read_bytes(), type=record_type) for path in folder.glob("*.json")]
         except (OSError, msgspec.DecodeError) as error:
@@ -156,9 +157,11 @@ class BatchStore:
         return list(self.files.values())
 
     def content_path(self, id: str) -> Path:
+        """Returns the path of the content of the stored file with this id."""
         return self.folder / "files" / id
 
     def answers_path(self, id: str) -> Path:
+        """Returns the path of the file that collects the answers of the batch with this id."""
         return self.folder / "batches" / f"{id}.jsonl"
 
     def add_file(self, source: BinaryIO, filename: str, purpose: str, id: str | None = None) -> StoredFile:

@@ -81,6 +81,7 @@ class BatchRunner:
                 self._start_batch(batch)
 
     def create(self, body: BatchRequest) -> Batch:
+        """Store a new batch and start it.  body: the fields that the client sent."""
         now = int(time.time())
         id = new_id("batch_")
         batch = Batch(id, body.endpoint, body.input_file_id, now, now + COMPLETION_WINDOW_S, body.metadata)
@@ -129,8 +130,8 @@ class BatchRunner:
         unfinished.task = asyncio.create_task(self._run_and_log(batch, unfinished))
         unfinished.task.add_done_callback(lambda _: self._remove_ended_batch(batch.id))
 
-    def _remove_ended_batch(self, id: str) -> None:
-        del self._unfinished_batches[id]
+    def _remove_ended_batch(self, batch_id: str) -> None:
+        del self._unfinished_batches[batch_id]
         self._admit_oldest_batch()
 
     def _admit_oldest_batch(self) -> None:
@@ -201,6 +202,7 @@ class BatchRunner:
 
     @staticmethod
     async def _open_journal(path: Path, scan: InputScan) -> Journal:
+        """Open a batch's journal in a thread.  path: the file of its answers.  scan: the checked input file."""
         opening = asyncio.create_task(asyncio.to_thread(Journal, path, scan))
         try:
             return await asyncio.shield(opening)

@@ -92,6 +92,7 @@ def require_uncompressed(headers: Mapping[str, str]) -> None:
 
 
 def _parse_json(content_type: str, data: bytes) -> Any:
+    """Returns the JSON value of a request's body.  data: the bytes of the body.  Raises ApiError."""
     if not data:
         raise _not_an_object_error()
     require_utf8(content_type)
@@ -135,6 +136,7 @@ def _check_entry_counts(body: dict[str, Any], limits: BodyLimits) -> None:
 
 
 def _require_at_most(name: str, count: int, limit: int) -> None:
+    """Raises ApiError for more than `limit` entries.  name: the field that has `count` entries."""
     if count > limit:
         raise ApiError(400, f"{name} with more than {limit} entries is not supported; send fewer", name)
 

@@ -67,6 +67,7 @@ class ChatChoice(Choice):
         return ""
 
     def finish_reasons(self, output: OutputChunk) -> tuple[str | None, int | str | None]:
+        """Returns (finish_reason, stop_reason) of a chunk.  First call new_text for this chunk."""
         return (
             super().finish_reasons(output) if self.make_message_stream is None else self.stream.finish_reasons(output)
         )
@@ -77,7 +78,7 @@ class ChatChoice(Choice):
 
 
 class ChatResponseBuilder(ResponseBuilder):
-    """Builds the answer of /v1/chat/completions."""
+    """Builds the answer of /v1/chat/completions.  id: the response's id.  prompt: token ids."""
 
     response_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
@@ -89,6 +90,7 @@ class ChatResponseBuilder(ResponseBuilder):
         self.events_differ_only_in_text = self.events_differ_only_in_text and not plan.has_parser
 
     def _make_choice(self, index: int, prompt: list[int]) -> Choice:
+        """Returns a new choice.  index: its number in the response.  prompt: token ids."""
         choice = ChatChoice(
             index, prompt, partial(self._make_text_stream, prompt), self.params.include_stop_str_in_output
         )
@@ -98,11 +100,13 @@ class ChatResponseBuilder(ResponseBuilder):
         return choice
 
     def _make_message_stream(self, tokenizer: Tokenizer, prompt: list[int]) -> MessageStream:
+        """Returns a stream that parses an output's tokens as a message.  prompt: token ids."""
         parser = self.plan.new_parser(prompt)
         assert parser is not None
         return message_stream(tokenizer, prompt, self.params, parser)
 
     def add_output(self, prompt_index: int, part: OutputPart) -> tuple[Choice, OutputChunk]:
+        """Add a part of the output.  Returns (choice, chunk).  The text of a parsed chunk joins its visible deltas."""
         choice, output = super().add_output(prompt_index, part)
         if isinstance(choice, ChatChoice) and choice.make_message_stream is not None:
             hidden_kinds = ("called",) if self.shows_reasoning else ("called", "reasoning")
@@ -116,6 +120,7 @@ class ChatResponseBuilder(ResponseBuilder):
         return [self._wrap_choices([{"index": choice.index, **first_delta}]) for choice in self.choices]
 
     def _chunk_choice(self, choice: Choice, output: OutputChunk) -> dict[str, Any]:
+        """Returns the entry of `choices` in the stream chunk for `output`."""
         assert isinstance(choice, ChatChoice)
         has_parser = choice.make_message_stream is not None
         chunk = {
@@ -132,7 +137,7 @@ class ChatResponseBuilder(ResponseBuilder):
         return {**chunk, "tool_call_errors": errors} if errors else chunk
 
     def _delta_field(self, parts: Sequence[base.Delta]) -> dict[str, Any]:
-        """Returns the `delta` field of a chunk."""
+        """Returns the `delta` field of a chunk.  parts: the new pieces of the message."""
         delta: dict[str, Any] = {}
         calls: dict[int, dict[str, Any]] = {}
         for part in parts:
@@ -149,6 +154,7 @@ class ChatResponseBuilder(ResponseBuilder):
         return {**delta, "tool_calls": list(calls.values())} if calls else delta
 
     def _full_choice(self, choice: Choice) -> dict[str, Any]:
+        """Returns the entry of `choices` in a response that is not streamed."""
         assert isinstance(choice, ChatChoice)
         choice_fields = {
             "index": choice.index,
@@ -183,6 +189,7 @@ class ChatResponseBuilder(ResponseBuilder):
         return {**details, "reasoning_tokens": self.num_reasoning_tokens}
 
     def _logprobs(self, entries: Sequence[TokenLogprob] | None) -> Any:
+        """Returns OpenAI's object `logprobs`.  entries: one for each output token; None if not requested."""
         if entries is None:
             return None
         content = []
@@ -191,9 +198,9 @@ class ChatResponseBuilder(ResponseBuilder):
             content.append(self._token_logprob(entry.token_id, entry.logprob) | {"top_logprobs": top})
         return {"content": content, "refusal": None}
 
-    def _token_logprob(self, token: int, logprob: float) -> dict[str, Any]:
-        part = None if self.tokenizer is None else list(self.tokenizer.bytes_of(token).bytes)
-        return {"token": self._token_text(token), "logprob": logprob, "bytes": part}
+    def _token_logprob(self, token_id: int, logprob: float) -> dict[str, Any]:
+        token_bytes = None if self.tokenizer is None else list(self.tokenizer.bytes_of(token_id).bytes)
+        return {"token": self._token_text(token_id), "logprob": logprob, "bytes": token_bytes}
 
 
 class OutputItems:
@@ -215,7 +222,7 @@ class OutputItems:
         return events
 
     def add_event(self, kind: str, **fields: Any) -> None:
-        """Add an event.  kind: the event's type without "response."."""
+        """Add an event.  kind: the event's type without "response.".  fields: its other fields."""
         self.events.append({"type": f"response.{kind}", "sequence_number": self.num_events, **fields})
         self.num_events += 1
 
@@ -260,6 +267,7 @@ class OutputItems:
         self.add_event("output_item.done", output_index=len(self.items) - 1, item=_copy_of_item(item))
 
     def _open_item(self, kind: str, fields: dict[str, Any]) -> None:
+        """Close the open item, and add a new one.  kind: its type.  fields: its fields besides id and type."""
         self.close("completed")
         prefix = {"message": "msg", "reasoning": "rs", "function_call": "fc"}[kind]
         item = {"id": f"{prefix}_{self.id}_{len(self.items)}", "type": kind, "status": "in_progress", **fields}
@@ -276,6 +284,7 @@ class OutputItems:
         self._item_event("content_part.added", content_index=0, part=new_part())
 
     def _append_text(self, text: str, logprobs: list[dict[str, Any]] | None) -> None:
+        """Add text to the open item.  logprobs: one object for each token; None for a reasoning item."""
         self._text_pieces.append(text)
         if logprobs is None:
             self._item_event("reasoning_text.delta", content_index=0, delta=text)
@@ -284,6 +293,7 @@ class OutputItems:
         self._item_event("output_text.delta", content_index=0, delta=text, logprobs=logprobs)
 
     def _item_event(self, kind: str, **fields: Any) -> None:
+        """Add an event about the last item.  kind, fields: as in add_event."""
         self.add_event(kind, item_id=self.items[-1]["id"], output_index=len(self.items) - 1, **fields)
 
 
@@ -318,6 +328,7 @@ class ResponsesApiBuilder(ChatResponseBuilder):
         self.tool_call_errors: list[str] = []
 
     def add_output(self, prompt_index: int, part: OutputPart) -> tuple[Choice, OutputChunk]:
+        """Add a part of the output, and its events.  Returns (the sample's choice, the part's chunk)."""
         choice, output = super().add_output(prompt_index, part)
         assert isinstance(choice, ChatChoice)
         logprobs = [] if output.logprobs is None else self._logprobs(output.logprobs)["content"]
@@ -333,10 +344,12 @@ class ResponsesApiBuilder(ChatResponseBuilder):
         return choice, output
 
     def add_output_as_event(self, prompt_index: int, part: OutputPart) -> bytes:
+        """Add a part of the prompt's output.  Returns the bytes of its events."""
         self.add_output(prompt_index, part)
         return b"".join(map(self.encode_event, self.items.pop_events()))
 
     def encode_event(self, chunk: dict[str, Any]) -> bytes:
+        """Returns a server-sent event.  chunk: its fields, with the event's name as `type`."""
         return f"event: {chunk['type']}\n".encode() + b"data: " + to_json(chunk) + b"\n\n"
 
     def error_event(self, error: dict[str, Any]) -> bytes:
@@ -362,6 +375,7 @@ class ResponsesApiBuilder(ChatResponseBuilder):
         return response
 
     def _response_object(self, status: str) -> dict[str, Any]:
+        """Returns the response without `usage`.  status: in_progress, completed or incomplete."""
         request, chat = self.request, self.body
         return {
             "id": self.common_fields["id"],

@@ -61,6 +61,7 @@ class PromptBatcher:
         self._flush_event: asyncio.Event | None = None
 
     def add(self, submitted: SubmittedPrompt) -> None:
+        """Queue a prompt.  The queued prompts are sent at once if they fill a prefill pass, else later."""
         loop = asyncio.get_running_loop()
         if not self._unsent_prompts:
             self._send_deadline, self._flush_event = loop.time() + MAX_SEND_DELAY_S, asyncio.Event()
@@ -187,6 +188,7 @@ class EngineClient:
             raise EngineGone(self.unavailable_reason)
 
     def submit(self, prompts: Sequence[list[int]], template: SubmittedPrompt) -> Generation:
+        """Queue prompts (token ids) for the engine.  template: the other fields of each SubmittedPrompt."""
         self.require_running()
         submitted_prompts = template.for_prompts(prompts, self._num_submitted)
         self._num_submitted += len(prompts)

@@ -124,6 +124,7 @@ class OpenConnections:
             self.metrics.stalled_readers.inc()
 
     def _abort_if_not_sending(self, connection: "Connection", now: float) -> None:
+        """Close an idle connection after its time limit.  now: the time on the event loop's clock."""
         if not connection.is_idle:
             return
         seconds = now - connection.idle_since
@@ -141,6 +142,7 @@ def _num_unsent_bytes(connection: "Connection") -> int:
 
 
 def _log_and_abort(connection: "Connection", message: str, *values: Any) -> None:
+    """Log a warning and abort the connection.  values: for the % formats in `message`."""
     scope = {} if connection.exchange is None else connection.exchange.scope
     log.warning(message, *values, extra=log_extra(scope.get("state", {}).get("request_id", NO_REQUEST_ID)))
     # transport.close() would wait until all output is sent.

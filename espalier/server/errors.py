@@ -71,7 +71,7 @@ class ApiError(HTTPException):
 
 
 def queue_full_error(message: str) -> ApiError:
-    """Returns the error for a full queue."""
+    """Returns the error for a full queue.  message: says which queue is full."""
     code = "rate_limit_exceeded"
     return ApiError(429, f"{message}; retry later", code=code, retry_after_s=RETRY_AFTER_S)
 
@@ -107,7 +107,8 @@ def bad_request_error(error: EspalierError, field: str | None = None) -> ApiErro
 
 
 def validation_error(errors: Sequence[Mapping[str, Any]], model: type[BaseModel] | None) -> ApiError:
-    """Returns an ApiError with status 400 for a body that pydantic refused.  The message reports one of `errors`."""
+    """Returns an ApiError with status 400 for a body that pydantic refused.  The message reports one of `errors`.
+    model: the class of the body; None if unknown."""
     first = errors[0]
     if first["type"] == "missing":
         # Report an unknown field instead: the client probably misspelt the missing name, or meant another endpoint.
@@ -166,10 +167,12 @@ def _sibling_fields(model: type[BaseModel], error_path: Sequence[Any]) -> list[s
 
 
 def _path_in_body(error: Mapping[str, Any]) -> list[Any]:
+    """Returns the path from the body to the field at fault.  error: one error of pydantic."""
     return [part for part in error["loc"] if part != "body"]
 
 
 def _reason_of_error(error: Mapping[str, Any]) -> str:
+    """Returns the reason to report for one error of pydantic."""
     if error["type"] in ("model_attributes_type", "model_type", "dict_type"):
         return "Input should be an object"
     if error["type"] == "union_tag_not_found":
@@ -189,6 +192,7 @@ class ErrorLocation(NamedTuple):
 
 
 def _error_location(model: type[BaseModel], error_path: Sequence[Any]) -> ErrorLocation:
+    """Returns the place of an error.  model: the body's class.  error_path: pydantic's path to the error."""
     owner, name, path = model, str(error_path[0]), [str(error_path[0])]
     is_type_next = _is_union(owner, name)
     for part in error_path[1:]:
@@ -205,7 +209,7 @@ def _error_location(model: type[BaseModel], error_path: Sequence[Any]) -> ErrorL
 
 
 def _is_union(model: type[BaseModel], name: str) -> bool:
-    """Returns whether a field is a union.  For a union, pydantic adds the name of a member type to an error's path."""
+    """Returns whether the field `name` is a union, for which pydantic adds a member type's name to an error's path."""
     annotation = model.model_fields[name].annotation if name in model.model_fields else None
     return sum(kind is not type(None) for kind in _union_members(annotation)) > 1
 

@@ -146,6 +146,7 @@ class RequestBody(StrictModel):
     @model_validator(mode="before")
     @classmethod
     def _check_text(cls, value: Any) -> Any:
+        """Refuse text with lone surrogates.  value: the parsed JSON.  Only one unknown field is kept."""
         try:
             _refuse_lone_surrogates(value)
         except RecursionError:

@@ -111,6 +111,7 @@ class ClientShares:
         return running + self._reserved[client]
 
     def add_reserved(self, num_samples: int) -> None:
+        """Count `num_samples` more samples of the current client, whose prompts are being tokenized."""
         self._reserved[client_name.get()] += num_samples
 
     def remove_reserved(self, num_samples: int) -> None:
@@ -307,6 +308,7 @@ class ModelFrontend:
             )
 
     def _submit(self, body: GenerationRequest, prompts: Sequence[list[int]], params: ResolvedParams) -> Generation:
+        """Send prompts (token ids) to the engine.  Raises ApiError if the queue is full or no engine runs."""
         self._require_capacity(len(prompts) * params.n)
         prompt_fields = body.priority or 0, engine_detokenizes(params), client_name.get(), bool(body.stream)
         private = getattr(body, "store", None) is False
@@ -364,6 +366,7 @@ class MultiModelFrontend:
 
     @property
     def unavailable_reason(self) -> str:
+        """Why the first unavailable model is unavailable; "" if all models are available."""
         return next((frontend.unavailable_reason for frontend in self.frontends if frontend.unavailable_reason), "")
 
     async def close(self) -> None:

@@ -19,6 +19,7 @@ LENGTH_PREFIX = struct.Struct("<I")
 
 
 def as_frame(data: bytes) -> bytes:
+    """Returns the data as a frame: its length, then the data."""
     return LENGTH_PREFIX.pack(len(data)) + data
 
 

@@ -311,8 +311,7 @@ class HttpExchange:
     """One request and its response, with the `receive` and `send` of the ASGI application.
 
     more_body: whether a part of the request's body is still to come.  is_started, is_ended: whether the response has
-    started or ended.  keeps_alive: whether another request may follow on the connection.
-    """
+    started or ended.  keeps_alive: whether another request may follow on the connection."""
 
     def __init__(self, connection: Connection, request: h11.Request):
         headers = dict(request.headers)
@@ -381,6 +380,7 @@ class HttpExchange:
             self.connection.response_ended(self)
 
     def _response_head(self, message: Message) -> bytes:
+        """Returns the bytes before the body.  message: ASGI's http.response.start."""
         status, headers = message["status"], [(b"date", formatdate(usegmt=True).encode()), *message["headers"]]
         value_of_header = dict(headers)
         if self.sends_body and b"content-length" not in value_of_header and status not in (204, 304):

@@ -40,7 +40,7 @@ class _JsonFormatter(logging.Formatter):
 
 
 def set_up_logging(level: str, as_json: bool) -> None:
-    """Configure logging: all log lines of this process go to stderr in one format."""
+    """Configure logging: all log lines of this process go to stderr in one format.  as_json: as JSON objects."""
     handler = logging.StreamHandler(sys.stderr)
     text = logging.Formatter("%(asctime)s %(levelname)s %(name)s [%(request_id)s] %(message)s")
     handler.setFormatter(_JsonFormatter() if as_json else text)

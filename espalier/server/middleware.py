@@ -111,6 +111,7 @@ class RequestMiddleware:
             self.on_response_end(scope["state"].get("route", "other"), status)
 
     def _check_key(self, path: str, headers: Headers) -> None:
+        """Raises ApiError for a missing or wrong API key.  Sets the client's name if there are several keys."""
         if self.keys and path not in PATHS_WITHOUT_KEY:
             # Starlette decodes header bytes as latin-1.
             scheme, _, key = headers.get("authorization", "").partition(" ")
@@ -169,7 +170,8 @@ def _log_reason(api_error: ApiError | None) -> str:
 
 
 class LimitedReceive:
-    """An ASGI `receive` that limits the size and time of a request's body.  Raises ApiError above a limit."""
+    """An ASGI `receive` that limits the size and time of a request's body.  Raises ApiError above a limit.
+    path: the path of the request; an uploaded file has its own limit."""
 
     def __init__(self, middleware: RequestMiddleware, receive: Receive, path: str):
         self.middleware = middleware

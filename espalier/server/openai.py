@@ -121,6 +121,7 @@ class Message(RequestBody):
 
     @property
     def text(self) -> str:
+        """The content as one text; without content, the refusal."""
         return _join_text_parts(self.content or self.refusal or "")
 
     def join_parts(self) -> None:

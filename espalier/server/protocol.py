@@ -164,6 +164,7 @@ def _encode_logprobs(value: Any) -> Any:
 
 
 def _decode_logprobs(target_type: Any, value: Any) -> Any:
+    """Returns the TokenLogprobs of a tuple from _encode_logprobs.  target_type: passed by msgspec, not used."""
     of_prompt, width, data = value
     return TokenLogprobs((np.frombuffer(data, np.int64).reshape(-1, width),), of_prompt)
 
@@ -293,10 +294,12 @@ class Generation:
                 timer.cancel()
 
     def _expire(self) -> None:
+        """End the iteration of `iter_parts` at its deadline, with a TimeoutError."""
         if self.error is None and not self.has_ended:
             self.fail(TimeoutError())
 
     def add(self, part: OutputPart) -> None:
+        """Take a new part of the output: keep it for the reader, or give it to the listener."""
         if part.output.finish_reason is not None:
             self.num_running[part.name] -= 1
         if self.error is not None:

@@ -101,8 +101,8 @@ class Choice:
 class ResponseBuilder:
     """Builds the response of one HTTP request.  The response has n choices for each prompt, in the prompts' order.
 
-    tokenizer: None if the model has no tokenizer; all texts are then empty.  echoed_prompts: the prompts' texts, if the
-    response repeats them (the field echo).
+    id: the id of the response.  prompts: token ids.  tokenizer: None if the model has no tokenizer; all texts are then
+    empty.  echoed_prompts: the prompts' texts, if the response repeats them (the field echo).
     """
 
     response_object = ""
@@ -137,9 +137,11 @@ class ResponseBuilder:
         self.stats = SpeculationStats()
 
     def _make_choice(self, index: int, prompt: list[int]) -> Choice:
+        """Returns a new choice.  index: its number in the response.  prompt: token ids."""
         return Choice(index, prompt, partial(self._make_text_stream, prompt), self.params.include_stop_str_in_output)
 
     def _make_text_stream(self, prompt: list[int]) -> TextStream | None:
+        """Returns a stream that makes an output's text; None if the engine makes the text."""
         if self.tokenizer is None or engine_detokenizes(self.params):
             return None
         return text_stream(self.tokenizer, prompt, self.params, ())
@@ -309,9 +311,11 @@ class CompletionResponseBuilder(ResponseBuilder):
         ]
 
     def _echoed_prompt(self, choice: Choice) -> str:
+        """Returns the text of the choice's prompt if the response repeats it, else ""."""
         return self.echoed_prompts[choice.index // self.params.n] if self.echoed_prompts else ""
 
     def _chunk_choice(self, choice: Choice, output: OutputChunk) -> dict[str, Any]:
+        """Returns the entry of `choices` in the stream chunk for `output`."""
         return {
             "index": choice.index,
             "text": (self._echoed_prompt(choice) if output.prompt_logprobs and self.echoes_logprobs else "")
@@ -321,6 +325,7 @@ class CompletionResponseBuilder(ResponseBuilder):
         }
 
     def _full_choice(self, choice: Choice) -> dict[str, Any]:
+        """Returns the entry of `choices` in a response that is not streamed."""
         output = replace(
             choice.output, prompt_logprobs=self._first_choice_of_same_prompt(choice).output.prompt_logprobs
         )

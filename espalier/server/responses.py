@@ -149,7 +149,7 @@ class _ChatOfResponse(ChatRequest):
 
 
 def _chat_tool(location: str, tool: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a tool in the form of chat completions: with its fields inside an object `function`."""
+    """Returns a tool in the form of chat completions: its fields are in an object `function`.  location: its path."""
     if tool.get("type") != "function":
         raise EspalierError(f"{location}.type={shown(tool.get('type'))} is not supported; use 'function'")
     return {"type": "function", "function": _drop_type(tool)}

@@ -131,7 +131,7 @@ class PathEndpoints:
 def query_parameters(http: Request, known: Sequence[str], advice: str) -> Mapping[str, str]:
     """Returns the parameters of the URL's query.  Raises ApiError for a parameter that is unknown or comes twice.
 
-    advice: what to do with an unknown parameter, for the error message."""
+    known: the names of all parameters.  advice: what to do with an unknown parameter, for the error message."""
     for name, count in Counter(name for name, _ in http.query_params.multi_items()).items():
         if name not in (*known, AZURE_PARAMETER):
             raise ApiError(400, f"the query has no {shown(name)}; {advice}", name)
@@ -180,10 +180,11 @@ class Operation(NamedTuple):
 
 
 def page_endpoints(frontends: Frontends, endpoints: Sequence[Endpoint], needs_key: bool) -> list[Endpoint]:
-    """Returns the endpoints of the pages that describe `endpoints`."""
+    """Returns the endpoints of the pages that describe `endpoints`.  needs_key: whether clients need an API key."""
     environment = Environment(loader=PackageLoader("espalier", TEMPLATE_FOLDER), autoescape=True, trim_blocks=True)
 
     def render_page(name: str, **values: Any) -> HTMLResponse:
+        """Returns the page of the template file `name`.  values: the variables of the template."""
         text = environment.get_template(name).render(version=__version__, **values)
         return HTMLResponse(text, headers=PAGE_HEADERS)
 

@@ -51,7 +51,7 @@ class CpuTimeExceeded(BaseException):
 
 
 class TemplateOnlyTokenizer(PreTrainedTokenizerBase):
-    """A Hugging Face tokenizer that has only a chat template."""
+    """A Hugging Face tokenizer that has only a chat template.  special_tokens: {name: text or texts}."""
 
     def __init__(self, chat_template: Any, special_tokens: dict[str, Any]):
         self.chat_template = chat_template

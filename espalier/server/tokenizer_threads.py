@@ -85,6 +85,7 @@ class TokenizerThreads:
         steps: RenderLoop | None = None
 
         def advance(inputs: InputProcessor, text: Any) -> tuple[Rendering | None, list[int]]:
+            """Resumes the generator.  text: the last rendered text.  Returns (rendering, []), or (None, token ids)."""
             nonlocal steps
             steps = steps or work(inputs, *values)
             try:

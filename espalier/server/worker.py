@@ -116,6 +116,7 @@ class EngineWorker:
         return True
 
     def _submit(self, submitted: SubmittedPrompt) -> None:
+        """Start a prompt.  If it has a grammar, compile the grammar in a thread first."""
         compiling = self.llm.start_compile(submitted.params.grammar)
         if compiling is None:
             self._start_prompt(submitted, None)
@@ -136,6 +137,7 @@ class EngineWorker:
                 self._start_prompt(submitted, grammar)
 
     def _start_prompt(self, submitted: SubmittedPrompt, grammar: CompiledGrammar | None) -> None:
+        """Add a prompt's samples to the engine.  grammar: the prompt's grammar, compiled; None without one."""
         values = (submitted.prompt, submitted.params, submitted.name, submitted.priority, submitted.detokenize)
         try:
             requests = self.llm.new_requests(*values, grammar, submitted.client, submitted.streamed)
@@ -155,11 +157,13 @@ class EngineWorker:
                 self.llm.engine.abort(request.id)
 
     def _send(self, chunks: list[OutputChunk]) -> None:
+        """Send the output chunks of one step to the API server, with a report if one is due."""
         parts = [self._output_part(chunk) for chunk in chunks]
         is_due = self.abort_steps or not self.llm.engine.has_work or time.monotonic() >= self.next_report_at
         self.socket.send(protocol.encode(protocol.StepOutput(parts, self._make_report() if is_due else None)))
 
     def _output_part(self, chunk: OutputChunk) -> OutputPart:
+        """Returns the message with a chunk.  After a sample's last chunk, the sample does not count as running."""
         name = chunk.request_id.rpartition(".")[0]
         if chunk.finish_reason is None:
             return OutputPart(name, chunk)
@@ -215,6 +219,7 @@ def unpack_settings(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def load_model(settings: dict[str, Any]) -> LLM:
+    """Returns the loaded model.  settings: as in unpack_settings."""
     return LLM(**unpack_settings(settings))
 
 

@@ -211,8 +211,7 @@ def require_writable(flag: str, path: Path | None) -> None:
 def write_json(path: Path | None, figures: dict[str, Any]) -> None:
     """Write measurements and the machine to a file, if `path` is given.  Raises EspalierError.
 
-    Call this before the table is printed, because printing fails if stdout is closed.
-    """
+    Call this before the table is printed, because printing fails if stdout is closed."""
     if path is None:
         return
     import torch  # imported here, so that `--help` does not wait for PyTorch

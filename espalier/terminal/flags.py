@@ -62,8 +62,7 @@ def api_key(args: Namespace) -> str | None:
     """Returns the key in the flag or in the environment; None if neither has a key.
 
     Raises EspalierError for an empty flag, because `--api-key "$KEY"` with KEY unset must not start a server without a
-    key.  Raises EspalierError also for a key that no HTTP header can have, such as a key with a line end.
-    """
+    key.  Raises EspalierError also for a key that no HTTP header can have, such as a key with a line end."""
     if args.api_key == "":
         raise EspalierError(f"--api-key is empty; give the key, set {KEY_VARIABLE}, or leave the flag out")
     key = args.api_key or os.environ.get(KEY_VARIABLE) or None
@@ -110,8 +109,7 @@ def named_models(args: Namespace) -> dict[str, str]:
     """Returns the model and the draft that a command loads, by setting name.
 
     The flags are the command's own, or those of EngineConfig.  Returns {} if --url is given, because then the command
-    uses a server that has loaded the model.
-    """
+    uses a server that has loaded the model."""
     if getattr(args, "url", None):
         return {}
     given = {
@@ -145,7 +143,8 @@ def sampling_params(args: Namespace) -> SamplingParams:
 
 
 def require_readable(text: str, description: str, encoding: str) -> str:
-    """Returns `text`.  Raises EspalierError for lone surrogates, which Python makes from undecodable bytes."""
+    """Returns `text`.  Raises EspalierError for lone surrogates, which Python makes from undecodable bytes.
+    description: names the text in the message.  encoding: the encoding from which Python decoded the text."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -177,10 +176,12 @@ def flag_text(value: Any) -> str:
 
 
 def flag_of(name: str) -> str:
+    """Returns the flag of a config field: --max-batch for max_batch."""
     return "--" + name.replace("_", "-")
 
 
 def _given_fields(args: Namespace, config: type) -> dict[str, Any]:
+    """Returns {field name: value} of the fields of the class `config` whose flags were given."""
     names = [f.name for f in fields(config)]
     return {
         name: value for name in names if (value := getattr(args, _destination(config, name), None)) is not NOT_GIVEN
@@ -188,7 +189,7 @@ def _given_fields(args: Namespace, config: type) -> dict[str, Any]:
 
 
 def _destination(config: type, name: str) -> str:
-    """Returns argparse's `dest` of a flag.  It has the class's name, because two classes may have the same field."""
+    """Returns argparse's `dest` of the flag of `config`'s field `name`.  Two classes may have fields of one name."""
     return f"{config.__name__}.{name}"
 
 
@@ -213,6 +214,7 @@ def _add_flag(group: _ArgumentGroup, field: Field, help_text: str | None = None)
 
 
 def _metavar(field: Field, types: set[Any]) -> str:
+    """Returns what stands for the flag's value in the help text.  types: the types in the field's annotation."""
     if choices := field.metadata.get("choices"):
         return "{" + ",".join(choices) + "}"
     if {Mapping, str} <= types:
@@ -241,6 +243,7 @@ def _number_reader(number_type: type, allows_auto: bool) -> Callable[[str], Any]
 
 
 def _mapping_reader(read_key: Callable[[str], Any]) -> Callable[[str], dict[Any, Any]]:
+    """Returns the function that parses a flag's JSON object.  read_key: parses a key of the object."""
     kind, example = ("a JSON object of token ids", "27") if read_key is whole_number else ("a JSON object", "name")
 
     def parse_mapping(text: str) -> dict[Any, Any]:

@@ -28,9 +28,9 @@ Schema = Mapping[str, Any]
 
 
 def property_schemas(schema: Schema, name: str) -> list[Schema]:
-    """Returns the alternative schemas of a property: a value must fit at least one.  The schema {} fits every value.
+    """Returns the alternative schemas of the property `name`: a value must fit at least one.  {} fits every value.
 
-    $ref, anyOf and oneOf are resolved."""
+    schema: of the object with the property.  $ref, anyOf and oneOf are resolved."""
     properties = schema.get("properties")
     return _resolved_schemas(properties.get(name) if isinstance(properties, Mapping) else None, schema, 0)
 
@@ -90,8 +90,8 @@ class TaggedArguments:
     def read_value(self, reader: TextReader, name: str, end_marker: str, strip_chars: str = "") -> Steps[None]:
         """Read a value up to `end_marker`, and write its JSON.  A string is written as it arrives.  Raises BrokenCall.
 
-        strip_chars: text that is removed once from each end of the value, because it belongs to the tags.
-        """
+        name: of the argument.  strip_chars: text that is removed once from each end of the value, because it belongs to
+        the tags."""
         schemas = property_schemas(self.call.schema, name)
         types = allowed_types(schemas)
         key = json.dumps(name, ensure_ascii=False)
@@ -119,6 +119,7 @@ class TaggedArguments:
         held_back = ""
 
         def pass_on_text(text: str) -> None:
+            """Call on_text with the text so far, but keep strip_chars at its end until more text comes."""
             nonlocal held_back
             text, held_back = held_back + text, ""
             if strip_chars and text.endswith(strip_chars):
@@ -187,8 +188,7 @@ def read_call_object(reader: TextReader, call: CallWriter) -> Steps[None]:
 def read_arguments(reader: TextReader, call: CallWriter, *end_markers: str) -> Steps[None]:
     """Read arguments: a JSON object, or a string that contains a JSON object (from some models).  Raises BrokenCall.
 
-    end_markers: markers that end the call.  If a marker or the output's end comes next, the call has no arguments.
-    """
+    end_markers: markers that end the call.  If a marker or the output's end comes next, the call has no arguments."""
     if call.has_arguments:
         raise BrokenCall("the tool call has arguments twice")
     if end_markers and ((yield from call_ends_here(reader, *end_markers)) or (yield from reader.read_literal("null"))):

@@ -49,6 +49,7 @@ class DeltaWriter:
     _deltas: list[Delta] = field(default_factory=list)
 
     def add_delta(self, kind: DeltaKind, text: str = "", index: int = -1, id: str = "") -> None:
+        """Add a delta with these fields, or lengthen the last delta if it has the same kind and index."""
         last = self._deltas[-1] if self._deltas and kind in ("content", "reasoning", "arguments") else None
         if last is not None and (last.kind, last.index) == (kind, index):
             self._deltas[-1] = Delta(kind, last.text + text, index)
@@ -103,6 +104,7 @@ class CallWriter:
             self.writer.add_delta("arguments", "".join(self._argument_parts), self.index)
 
     def write_arguments(self, text: str) -> None:
+        """Add a piece of the JSON text of the call's arguments."""
         self._argument_parts.append(text)
         if self.index >= 0:
             self.writer.add_delta("arguments", text, self.index)
@@ -127,8 +129,7 @@ def read_call(
 ) -> Steps[bool]:
     """Read one call, and return whether the call could be parsed.  If not, the call's whole text becomes content.
 
-    opening_marker: the text of the call that was already read.  read_body: reads the rest of the call.
-    """
+    opening_marker: the text of the call that was already read.  read_body: reads the rest of the call."""
     reader.start_recording(opening_marker)
     call = CallWriter(writer)
     try:

@@ -22,8 +22,7 @@ class RequestTools:
     """The checked tools and tool_choice of a request.
 
     definitions: the client's tools.  choice: "auto", "none", "required", or the name of the tool that must be called.
-    is_named: whether `choice` is a name.  parallel: whether one answer may have several calls.
-    """
+    is_named: whether `choice` is a name.  parallel: whether one answer may have several calls."""
 
     definitions: tuple[Mapping[str, Any], ...] = ()
     choice: str = "none"
@@ -92,6 +91,7 @@ def _refuse_choice(choice: Any) -> NoReturn:
 
 
 def _checked_definitions(tools: Any) -> tuple[Mapping[str, Any], ...]:
+    """Returns the functions in a request's field `tools`.  Raises EspalierError for an invalid tool."""
     if tools is None:
         return ()
     if isinstance(tools, str) or not isinstance(tools, Sequence):
@@ -131,7 +131,7 @@ def _checked_tool_name(location: str, tool: Any) -> str:
 
 
 def _check_parameters(location: str, parameters: Any) -> None:
-    """Refuse a tool's parameters unless they are a JSON schema of an object.  Raises EspalierError."""
+    """Raises EspalierError unless `parameters` is the JSON schema of an object.  location: its path in the body."""
     _require_type(location, parameters, Mapping | None, "a JSON schema, an object")
     if parameters is None:
         return
@@ -153,5 +153,6 @@ def _check_parameters(location: str, parameters: Any) -> None:
 
 
 def _require_type(location: str, value: Any, expected_type: Any, expected_text: str) -> None:
+    """Raises EspalierError unless a value has the expected type.  location: the value's path in the body."""
     if not isinstance(value, expected_type):
         raise EspalierError(f"{location}={shown(value)} is not supported; use {expected_text}")

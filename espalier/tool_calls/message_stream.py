@@ -67,18 +67,19 @@ class MessageStream:
         """Returns (finish_reason, stop_reason) of an output after `read_deltas`.
 
         The text of a broken call becomes content.  If this text has a stop string, the reasons may differ from the
-        reasons in `output`.
-        """
+        reasons in `output`."""
         if self.stop_string_finder.found_stop and output.finish_reason in ("stop", "length"):
             return "stop", self.stop_string_finder.found_stop
         return output.finish_reason, output.stop_reason
 
     def _parse_text(self, final: bool) -> None:
+        """Parse the text of the new tokens.  final: whether the output has ended."""
         text = self.text_stream.take_text(final)
         self._texts.append(text)
         self._add_deltas(self.parser.feed(text))
 
     def _add_deltas(self, deltas: Sequence[Delta]) -> None:
+        """Add the parser's deltas to the message, up to a stop string in the content."""
         for delta in deltas:
             if self.stop_string_finder.found_stop:
                 return
@@ -92,6 +93,7 @@ class MessageStream:
             self._deltas.append(delta)
 
     def _end_content_piece(self) -> None:
+        """Release the content that was held back because a stop string might begin in it."""
         self._add_content(self.stop_string_finder.take_text(final=True))
 
     def _add_content(self, content: str) -> None:

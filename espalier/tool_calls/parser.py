@@ -13,8 +13,7 @@ class OutputParser:
     """Parses the text of one output into deltas.  The text comes in pieces; their sizes do not change the message.
 
     schemas: the JSON schema of each callable tool's parameters, by tool name.  answer_start: the text at the prompt's
-    end with which the answer begins.
-    """
+    end with which the answer begins."""
 
     def __init__(self, formats: Formats, schemas: Mapping[str, Mapping[str, Any]], answer_start: str = ""):
         self._reader = TextReader()
@@ -50,6 +49,7 @@ class OutputParser:
         return self._parse_new_text()
 
     def _parse_new_text(self) -> list[Delta]:
+        """Parse the text that has arrived.  Returns the new deltas, without text of the prompt."""
         next(self._steps, None)
         deltas = self._writer.pop_deltas()
         return self._without_prompt_text(deltas) if self._held_prompt_text and deltas else deltas
@@ -66,6 +66,7 @@ class OutputParser:
 
 
 def _parse_output(reader: TextReader, writer: DeltaWriter, formats: Formats) -> Steps[None]:
+    """Parse one whole output.  Writes its deltas to `writer`."""
     reasoning, tools = formats.reasoning, formats.tools
     if reasoning is not None and reasoning.includes_calls:
         yield from harmony.parse(reader, writer)

@@ -32,8 +32,7 @@ def output_grammar(
 
     format: how the model writes calls.  answer: the grammar of an answer without calls, None for free text.  reasoning:
     the format of reasoning that may come before the answer; None for no reasoning.  after: the text after which the
-    grammar begins to apply; None for the output's start.  Raises EspalierError.
-    """
+    grammar begins to apply; None for the output's start.  Raises EspalierError."""
     node = None if answer is None else _answer_node(answer, reasoning)
     if format is not None and tools.callable_functions:
         # A named tool must be called exactly once.
@@ -59,6 +58,7 @@ def output_grammar(
 
 
 def _answer_node(grammar: Grammar, reasoning: ReasoningFormat | None) -> GrammarNode:
+    """Returns the node of an answer without calls, after the reasoning format's answer_marker if it has one."""
     node = _grammar_node(grammar)
     if reasoning is None or not reasoning.answer_marker:
         return node
@@ -72,6 +72,7 @@ def _structural_tag(node: GrammarNode, strict: bool, after: str | None) -> Gramm
 
 
 def _call_tags(tools: RequestTools, format: ToolFormat) -> list[GrammarNode]:
+    """Returns a grammar node for each callable function: a call of this function."""
     syntax = format.syntax
     return [
         {
@@ -85,6 +86,7 @@ def _call_tags(tools: RequestTools, format: ToolFormat) -> list[GrammarNode]:
 
 
 def _arguments_node(schema: Mapping[str, Any], style: str) -> GrammarNode:
+    """Returns the grammar node of a call's arguments.  style: xgrammar's name for their form."""
     node = {"type": "json_schema", "json_schema": schema, "style": style}
     # Without this limit, xgrammar allows any white space between tags, and a model might write it without end.
     return node if style == "json" else {**node, "max_whitespace_cnt": 2}
@@ -97,7 +99,7 @@ def _arguments_schema(tools: RequestTools, function: Mapping[str, Any]) -> Mappi
 
 
 def _calls_node(tools: RequestTools, format: ToolFormat, is_single: bool) -> GrammarNode:
-    """Returns a grammar node for one or several calls without other text."""
+    """Returns a grammar node for one or several calls without other text.  is_single: for exactly one."""
     syntax = format.syntax
     calls = {
         "type": "tags_with_separator",
@@ -113,6 +115,7 @@ def _calls_node(tools: RequestTools, format: ToolFormat, is_single: bool) -> Gra
 
 
 def _free_text_with_calls(tools: RequestTools, format: ToolFormat, is_single: bool) -> GrammarNode:
+    """Returns the grammar node of any text, which may contain calls.  is_single: at most one call."""
     syntax = format.syntax
     tags = _call_tags(tools, format)
     if syntax.calls_begin:
@@ -144,8 +147,7 @@ def with_decoded_arguments(message: Mapping[str, Any], arguments_as_text: bool) 
     """Returns the message with its calls' arguments as objects, or as JSON text if arguments_as_text.
 
     A call whose arguments are no JSON object counts as cut off, and its text becomes content.  The parser of the
-    model's output does the same.  Raises EspalierError for an entry of tool_calls that is no call.
-    """
+    model's output does the same.  Raises EspalierError for an entry of tool_calls that is no call."""
     calls, texts, content = [], [], message.get("content") or ""
     for call in message["tool_calls"]:
         function = _called_function(call)
@@ -166,6 +168,7 @@ def with_decoded_arguments(message: Mapping[str, Any], arguments_as_text: bool) 
 
 
 def _called_function(call: Any) -> Mapping[str, Any]:
+    """Returns the object `function` of an entry in tool_calls.  Raises EspalierError for an invalid entry."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise EspalierError(
@@ -228,6 +231,7 @@ class ChatPlan:
         return [self._template_message(each) for each in messages]
 
     def _template_message(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Returns a message in the form for this model's chat template."""
         if message.get("tool_calls"):
             message = with_decoded_arguments(message, self._arguments_as_text)
         reasoning, thoughts = self.formats.reasoning, message.get("reasoning_content")
@@ -252,6 +256,7 @@ class ChatPlan:
         )
 
     def _output_grammar(self, params: ResolvedParams, prompt: Sequence[int]) -> Any:
+        """Returns the grammar of the output after a prompt.  params: the request's, with its own grammar."""
         reasoning, tools, answer = self.formats.reasoning, self.formats.tools, params.grammar
         # If the user's grammar sets `after`, the user's value is kept.
         after = None if answer is None else answer.after
@@ -298,13 +303,13 @@ class ChatPlan:
         marker of calls or reasoning; the token that begins message_marker may be the turn token too.
 
         For a prompt without a turn token, returns the reasoning marker at the prompt's end, or "" if the prompt ends
-        with other text.  Earlier markers do not count, because they may be the user's text.
-        """
+        with other text.  Earlier markers do not count, because they may be the user's text."""
         if self._cached_turn is None or self._cached_turn[0] is not prompt:
             self._cached_turn = prompt, self._find_last_turn(prompt)
         return self._cached_turn[1]
 
     def _find_last_turn(self, prompt: Sequence[int]) -> str:
+        """Returns the text that _last_turn_text describes.  prompt: token ids."""
         reasoning, tokenizer = self.formats.reasoning, self.tokenizer
         assert reasoning is not None and tokenizer is not None
         markers = {*reasoning.special_tokens, *(self.formats.tools.special_tokens if self.formats.tools else ())}

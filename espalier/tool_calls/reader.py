@@ -92,8 +92,7 @@ class TextReader:
     def read_until(self, markers: Markers, on_text: TextCallback) -> Steps[str | None]:
         """Read the text up to and including the first marker.  Returns the marker; None at the end of the output.
 
-        on_text: called with each piece of text before the marker, when the piece cannot be part of a marker.
-        """
+        on_text: called with each piece of text before the marker, when the piece cannot be part of a marker."""
         start = 0
         while True:
             if (match := markers.pattern.search(self.buffer, start)) is not None:
@@ -142,14 +141,14 @@ class TextReader:
         return self.buffer[:1]
 
     def read_space(self, characters: str = WHITE_SPACE) -> Steps[str]:
-        """Read and return the white space that comes next."""
+        """Read and return the white space that comes next.  characters: what counts as white space."""
         parts: list[str] = []
         while (char := (yield from self.peek())) and char in characters:
             parts.append(self.take_characters(len(self.buffer) - len(self.buffer.lstrip(characters))))
         return "".join(parts)
 
     def peek_literal(self, *texts: str) -> Steps[str | None]:
-        """Like `read_literal`, but does not read the text."""
+        """Returns which of the texts comes next, without reading it; None if none of them does."""
         while True:
             for text in texts:
                 if self.buffer.startswith(text):
@@ -171,8 +170,7 @@ class TextReader:
     def read_json_value(self, on_text: TextCallback) -> Steps[None]:
         """Read one JSON value.  on_text: called with the pieces of its text.  Raises BrokenCall for a cut-off value.
 
-        Only brackets and quotes are interpreted, so the value may be invalid JSON.
-        """
+        Only brackets and quotes are interpreted, so the value may be invalid JSON."""
         end_finder = _JsonEndFinder()
         while True:
             if size := end_finder.scan(self.buffer):

@@ -139,6 +139,7 @@ class TimeBudget:
         return self.max_seconds - self.elapsed
 
     def print_progress(self, phase: str) -> None:
+        """Prints how much of the time has passed.  phase: what has just ended."""
         print(f"{phase}: {format_minutes(self.elapsed)} of {format_minutes(self.max_seconds)} have passed", flush=True)
 
 
@@ -174,7 +175,7 @@ def make_own_text(common_flags: list[str], work_dir: Path, device: str, max_seco
 
 
 def train_kind(kind: str, flags: list[str], device: str, seconds: int) -> None:
-    """Runs one training, whose steps take `seconds`.  A finished trial is not run again."""
+    """Runs one training, whose steps take `seconds`.  flags: of the command.  A finished trial is not run again."""
     out = Path(flags[flags.index("--out") + 1])
     if (out / "README.md").exists():
         print(f"{out} is finished: kept")

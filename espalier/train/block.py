@@ -30,6 +30,7 @@ MEASURED_TREES = {"chain": (1, 0), "tree of 16": (8, 16), "tree of 64": (8, 64)}
 
 
 def new_head(target: Eagle3Target, config: BlockConfig) -> BlockHead:
+    """Returns an untrained block draft that fits the target."""
     torch.manual_seed(config.seed)
     sizes: dict[str, Any] = layer_fields(target.config, config.intermediate_size)
     mask = config.mask_token if config.mask_token >= 0 else sizes["vocab_size"] - 1
@@ -55,6 +56,7 @@ def make_loss(
     generator = torch.Generator().manual_seed(config.seed)
 
     def loss_of(tokens: Tensor, features: Tensor, logits: Tensor, loss_mask: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the loss of blocks at random positions.  tokens: [B, R].  Other arguments: see LossFunction."""
         roots = torch.randperm(tokens.shape[1] - config.block_size + 1, generator=generator)[: config.anchors] + 1
         embeds = target.embed(tokens), mask_embedding(target, head)
         anchors = roots.sort().values.to(tokens.device)
@@ -71,10 +73,12 @@ def token_rows(target: FrozenTarget, tokens: Tensor) -> tuple[Tensor, Tensor, Te
 
 
 def mask_embedding(target: FrozenTarget, head: BlockHead) -> Tensor:
+    """Returns the embedding [H] of the token that a block has in place of unknown tokens."""
     return target.embed(torch.tensor([head.shape.mask_token_id], device=target.device))[0]
 
 
 def save_block(head: BlockHead, target: Eagle3Target, target_dir: Path, out: Path) -> None:
+    """Writes a draft to the directory `out`, in the format of speculators."""
     shape = head.shape
     layer = {name: value for name, value in vars(shape).items() if name not in BLOCK_FIELDS}
     verifier = {"architectures": target.config["architectures"], "name_or_path": str(target_dir)}
@@ -138,6 +142,7 @@ def accept_lengths(
     edges = None if head.markov_head is None else head.markov_head.edges(logits, outputs)
 
     def topk_tokens(logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns (ids, log-probabilities) of the `topk` likeliest tokens, [..., topk] each."""
         scores, ids = logits.log_softmax(-1).topk(topk, dim=-1)
         return ids, scores
 

@@ -52,6 +52,7 @@ class BlockAttention(DraftAttention):
         return rotate(self.k_norm(self.project_heads(x, self.k_proj)), *rope_tables), self.project_heads(x, self.v_proj)
 
     def queries(self, x: Tensor, rope_tables: tuple[Tensor, Tensor]) -> Tensor:
+        """Returns the rotated queries of x [..., T, H].  rope_tables: (cos, sin)."""
         return rotate(self.q_norm(self.project_heads(x, self.q_proj)), *rope_tables)
 
 

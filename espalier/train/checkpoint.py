@@ -22,6 +22,7 @@ DISK_REMEDY = "free some space there, or give another --out"
 
 
 def rope_theta(config: dict[str, Any]) -> float:
+    """Returns the base of the rotary angles.  config: a config.json."""
     nested = config.get("rope_parameters") or {}
     return float(nested.get("rope_theta") or config.get("rope_theta") or 10000.0)
 
@@ -50,6 +51,7 @@ def read_shape(layer_config: dict[str, Any], shape_type: type[Shape], **other_fi
 
 
 def make_draft_shape(target_config: dict[str, Any], draft_vocab_size: int, intermediate_size: int | None) -> DraftShape:
+    """Returns the sizes of an EAGLE-3 draft.  intermediate_size: None for the target's."""
     sizes: dict[str, Any] = layer_fields(target_config, intermediate_size)
     return DraftShape(draft_vocab_size=draft_vocab_size, target_hidden_size=sizes["hidden_size"], **sizes)
 
@@ -68,6 +70,7 @@ def write_checkpoint(config: dict[str, Any], module: nn.Module, out: Path) -> No
 
 
 def save_draft(draft: Eagle3Draft, out: Path) -> None:
+    """Writes a draft to the directory `out`, with the names of EAGLE-3 checkpoints."""
     config = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
@@ -83,6 +86,7 @@ def save_draft(draft: Eagle3Draft, out: Path) -> None:
 
 
 def load_draft(directory: Path) -> Eagle3Draft:
+    """Loads a draft that `save_draft` wrote."""
     config = read_config(directory)
     if read_draft_kind(directory) != "eagle3":
         raise EspalierError(

@@ -96,6 +96,7 @@ def _read_prompts(path: Path, target: Path) -> Iterator[tuple[dict[str, Any], li
 
 
 def _input_processor(target: Path, config: dict[str, Any]) -> InputProcessor:
+    """Returns a target's InputProcessor (tokenizer).  target: its directory.  config: its config.json."""
     vocab_size, positions = int(config["vocab_size"]), int(config["max_position_embeddings"])
     try:
         inputs = InputProcessor(ModelInfo(str(target), vocab_size, positions), load_tokenizer(target, vocab_size))

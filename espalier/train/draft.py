@@ -79,9 +79,11 @@ class Eagle3Draft(nn.Module):
         return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
     def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns (cos, sin) of the rotation at these positions, [..., head_dim] each."""
         return rope_tables(positions, self.shape.head_dim, self.shape.rope_theta)
 
     def logits(self, output: Tensor) -> Tensor:
+        """Returns logits over the draft vocabulary, float32.  output: of the layer, [..., H]."""
         return self.lm_head(self.norm(output)).float()
 
     def unroll(self, embeds: Tensor, features: Tensor, num_steps: int) -> list[Tensor]:
@@ -119,7 +121,7 @@ def training_loss(
 
     The loss is the cross-entropy with the target's distribution over the draft vocabulary.  Rows do not count if the
     target's likeliest token is not in that vocabulary.
-    target_logits: [B, R, vocab], for the token that each row predicts.  loss_mask, decay: see depth_loss."""
+    embeds, features: see unroll.  target_logits: [B, R, vocab], of next tokens.  loss_mask, decay: see depth_loss."""
     picks = target_logits.argmax(-1)
     choices = torch.where(draft.t2d[picks], draft.t2d.cumsum(0)[picks] - 1, -1)
     logits = (draft.logits(output) for output in draft.unroll(embeds, features, num_steps))

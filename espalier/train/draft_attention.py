@@ -43,7 +43,7 @@ class DraftAttention(nn.Module):
 
 def attend(q: Tensor, chain: list[tuple[Tensor, Tensor]]) -> Tensor:
     """Returns the output of attention in the last step of `chain`, which has (keys, values) of each step so far.  Row p
-    attends to the rows 0 .. p of step 0, and to row p of each later step."""
+    attends to the rows 0 .. p of step 0, and to row p of each later step.  q, keys, values: [..., heads, T, size]."""
     (k0, v0), later_steps = chain[0], chain[1:]
     if not later_steps:
         return F.scaled_dot_product_attention(q, k0, v0, is_causal=True)

@@ -131,7 +131,7 @@ class DraftRun:
 def mixed_batches(run: DraftRun, first_batch: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Yields (token ids [batch, length + 1], for each token whether it counts in the loss).
     count_own_rows(...) rows of a batch are the target's own text, the others are the user's text.  All tokens count,
-    except those in the prompts of conversations."""
+    except those in the prompts of conversations.  first_batch: the number of the first batch to yield."""
     config, data, device = run.config, run.files.data, run.target.device
     own_rows = count_own_rows(config, data)
     user_rows = config.batch - own_rows
@@ -222,7 +222,7 @@ def run_steps(run: DraftRun) -> tuple[int, list[float], dict[str, AcceptReport]]
 
 
 def require_finite(step: int, is_finite: bool) -> None:
-    """Raises EspalierError if the run has diverged."""
+    """Raises EspalierError if the run has diverged.  is_finite: whether the loss and all weights are finite."""
     if not is_finite:
         raise EspalierError(
             f"at step {step} the loss or a weight is no finite number, and nothing of it is saved; begin anew with a "
@@ -301,7 +301,7 @@ class StepClock:
 
 
 def print_step(step: int, num_steps: int, loss: float, agreement: Tensor, num_tokens: int, clock: StepClock) -> None:
-    """Prints a line about a step.  num_tokens: the number of tokens of a step."""
+    """Prints a line about a step.  num_tokens: the number of tokens of a step.  agreement: by depth."""
     depths = " ".join(f"{a:.3f}" for a in agreement.tolist())
     rate, left = num_tokens * clock.steps_per_second / 1e6, clock.seconds_left(num_steps - step)
     end = "" if left is None else f", {format_minutes(left)} left"

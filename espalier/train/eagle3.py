@@ -39,6 +39,7 @@ def choose_vocabulary(
 
 
 def new_draft(target: Eagle3Target, draft_vocabulary: np.ndarray, config: Eagle3Config) -> Eagle3Draft:
+    """Returns an untrained draft.  draft_vocabulary: the target's token ids in it, ascending."""
     torch.manual_seed(config.seed)
     shape = make_draft_shape(target.config, len(draft_vocabulary), config.intermediate_size)
     draft = Eagle3Draft(shape).to(target.device)

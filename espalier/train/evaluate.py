@@ -92,7 +92,7 @@ def accept_lengths(
 
 def causal_rows(draft: Eagle3Draft, embeds: Tensor, features: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Runs the draft on all rows of the text, with the target's features.  Returns (outputs [R, H], keys and
-    values, [heads, R, head_dim] each)."""
+    values, [heads, R, head_dim] each).  embeds: [R, H].  features: [R, F]."""
     feature = draft.fc(features)
     cos, sin = draft.rope(torch.arange(len(features), device=features.device))
     q, k, v = draft.midlayer.self_attn.project_qkv(draft.midlayer.join(embeds, feature), cos, sin)

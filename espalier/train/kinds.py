@@ -122,6 +122,7 @@ def train(
     trees = kind.trees(draft)
 
     def measure_trees(texts: list[np.ndarray], output_starts: list[int]) -> dict[str, AcceptReport]:
+        """Returns a report for each tree, by name.  output_starts: the index where each continuation begins."""
         return {name: measure(kind, draft, target, texts, output_starts, tree) for name, tree in trees.items()}
 
     loss = torch.compile(kind.loss) if target.device.type == "cuda" else kind.loss

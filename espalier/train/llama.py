@@ -31,7 +31,7 @@ class LlamaShape:
 
 
 def rope_tables(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """Returns cos and sin, [..., head_dim] each, float32, in the layout of Hugging Face's rotate_half."""
+    """Returns cos and sin, [..., head_dim] each, float32, for Hugging Face's rotate_half.  positions: [...]."""
     exponents = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
     angles = positions[..., None].float() * theta**-exponents
     angles = torch.cat((angles, angles), dim=-1)
@@ -39,6 +39,7 @@ def rope_tables(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor,
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Returns the rotated x [..., head_dim].  cos, sin: from rope_tables."""
     left, right = x.float().chunk(2, dim=-1)
     return (x.float() * cos + torch.cat((-right, left), dim=-1) * sin).to(x.dtype)
 
@@ -50,6 +51,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
+        """Returns the norm of x [..., H], computed in float32, in x's dtype."""
         x32 = x.float()
         return (self.weight * (x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + self.eps))).to(x.dtype)
 
@@ -62,4 +64,5 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Returns the MLP's output [..., H] for x [..., H]."""
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))

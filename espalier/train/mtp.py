@@ -19,6 +19,7 @@ from espalier.train.target import FrozenTarget
 
 
 def new_head(target: FrozenTarget, config: MtpConfig) -> MtpHead:
+    """Returns an untrained MTP head that fits the target."""
     torch.manual_seed(config.seed)
     sizes: dict[str, Any] = layer_fields(target.config, config.intermediate_size)
     head = MtpHead(LlamaShape(num_hidden_layers=config.layers, **sizes), config.form).to(target.device)
@@ -58,13 +59,14 @@ def accept_lengths(head: MtpHead, target: FrozenTarget, tokens: Tensor, first_ro
 def agreement_by_depth(
     head: MtpHead, target: FrozenTarget, texts: list[np.ndarray], output_starts: list[int], steps: int
 ) -> list[float]:
-    """Returns for each depth the share of positions at which the head's likeliest token is the text's token."""
+    """Returns for each of `steps` depths how often the head's likeliest token is the text's token, as a share."""
     tokens = [torch.from_numpy(text.astype(np.int64)).to(target.device) for text in texts]
     matches = [matches_by_depth(head, target, t, f, steps) for t, f in zip(tokens, output_starts, strict=True)]
     return torch.cat(matches, 1).float().mean(1).tolist()
 
 
 def print_agreement(head: MtpHead, target: FrozenTarget, texts: list[np.ndarray], output_starts: list[int]) -> None:
+    """Prints agreement_by_depth for the head's layers and two more depths."""
     agreement = agreement_by_depth(head, target, texts, output_starts, num_layers(head) + 2)
     depths = " ".join(f"{share:.3f}" for share in agreement)
     print(f"share of the head's most likely tokens that are the target's, by depth: {depths}")

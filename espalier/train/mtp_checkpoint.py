@@ -71,6 +71,7 @@ def save_mtp(head: MtpHead, target: Path, out: Path) -> None:
 
 
 def load_mtp(directory: Path) -> MtpHead:
+    """Loads a head that `save_mtp` wrote."""
     config = read_config(directory)
     head = MtpHead(read_shape(config["transformer_layer_config"], LlamaShape), config.get("mtp_form", "chain"))
     head.load_state_dict(load_file(directory / "model.safetensors"))

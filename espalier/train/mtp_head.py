@@ -45,13 +45,14 @@ class MtpLayer(nn.Module):
         return self.input_proj(torch.cat((self.token_layernorm(embeds), self.hidden_layernorm(hidden)), dim=-1))
 
     def finish_layer(self, x: Tensor, attended: Tensor) -> Tensor:
-        """Returns the output after final_layernorm, [..., T, H].  attended: [..., heads, T, head_dim]."""
+        """Returns the output after final_layernorm, [..., T, H].  x: see join.  attended: [..., heads, T, head_dim]."""
         x = x + self.self_attn.project_output(attended)
         return self.final_layernorm(x + self.mlp(self.post_attention_layernorm(x)))
 
 
 class MtpHead(nn.Module):
-    """An MTP head.  shape: the sizes of its layers; num_hidden_layers: the number of MTP layers."""
+    """An MTP head.  shape: the sizes of its layers; num_hidden_layers: the number of MTP layers.
+    hidden_form: what a later layer reads: "chain", the layer before it; "target", the target's hidden state."""
 
     def __init__(self, shape: LlamaShape, hidden_form: HiddenForm) -> None:
         super().__init__()

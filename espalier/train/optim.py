@@ -77,6 +77,7 @@ def learning_rate_factor(progress: float, warmup_share: float = 0.01, constant_s
 
 
 def set_learning_rate(optimizers: list[torch.optim.Optimizer], factor: float) -> None:
+    """Sets each group's learning rate to `factor` times its initial rate."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group.setdefault("initial_lr", group["lr"])

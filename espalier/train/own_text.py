@@ -67,6 +67,7 @@ def print_planned_work(config: OwnTextConfig, makes_text: bool) -> None:
 
 
 def format_minutes(seconds: float) -> str:
+    """Returns a time for a message, in minutes, or in seconds if it is short."""
     return f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s"
 
 
@@ -215,7 +216,7 @@ def load_own_text(
 
 
 def saved_texts(config: OwnTextConfig, work_dir: Path, origin: Mapping[str, str]) -> list[Path]:
-    """Returns the files of own text in the work folder.
+    """Returns the files of own text in the work folder.  origin: see work.origin_of.
     Raises EspalierError for a file of another target or of other data, and for this seed's file with other settings."""
     paths = sorted(work_dir.glob("own_text-*.npz"))
     for path in paths:

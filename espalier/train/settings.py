@@ -120,6 +120,7 @@ class TrainConfig(OwnTextConfig):
         return round(self.own_share * self.batch)
 
     def require_target(self, target_config: Mapping[str, Any]) -> None:
+        """Raises EspalierError if the settings do not fit a target.  target_config: its config.json."""
         super().require_target(target_config)
         if self.length > (positions := int(target_config["max_position_embeddings"])):
             raise EspalierError(f"--length={self.length} is more than the target's positions; use at most {positions}")
@@ -206,6 +207,7 @@ class BlockConfig(TrainConfig):
             raise EspalierError(f"--edge-kind={self.edge_kind} needs a Markov head; use --edge-rank 1 or more")
 
     def require_target(self, target_config: Mapping[str, Any]) -> None:
+        """Raises EspalierError if the settings do not fit a target.  target_config: its config.json."""
         super().require_target(target_config)
         if self.mask_token >= (vocab_size := int(target_config["vocab_size"])):
             raise EspalierError(

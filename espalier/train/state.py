@@ -50,6 +50,7 @@ class SavedState:
         self.path.unlink(missing_ok=True)
 
     def _read_state(self, device: torch.device, mmap: bool) -> dict[str, Any] | None:
+        """Returns the state; None without a file.  mmap: map the file, instead of reading all of it."""
         if not self.path.exists():
             return None
         try:

@@ -37,6 +37,7 @@ class FrozenTarget:
         return self.model.get_decoder().norm.weight
 
     def embed(self, tokens: Tensor) -> Tensor:
+        """Returns the embeddings [..., H] of token ids [...]."""
         return self.model.get_input_embeddings()(tokens)
 
     @torch.no_grad()
@@ -57,6 +58,7 @@ class Eagle3Target(FrozenTarget):
 
     @torch.no_grad()
     def __call__(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Runs the target on tokens [B, T].  Returns (features [B, T, 3H], logits [B, T, vocab])."""
         out = self.model(tokens, output_hidden_states=True, use_cache=False)
         return torch.cat([out.hidden_states[layer] for layer in self.captured_layers], dim=-1), out.logits
 

@@ -67,6 +67,7 @@ class UnfinishedText:
         self.batches.append(batch)
 
     def _write(self, record: Mapping[str, Any]) -> None:
+        """Appends a record as one line of JSON, and waits until it is on the disk.  Raises OSError."""
         data = json.dumps(record).encode() + b"\n"
         try:
             while data:
@@ -77,6 +78,7 @@ class UnfinishedText:
             raise OSError(f"{self.path} cannot be written ({error.strerror}); {remedy}") from None
 
     def _recover(self, made_from: Mapping[str, str | None]) -> None:
+        """Reads the batches in the file, and removes a damaged last line.  made_from: see the class."""
         lines = self.path.read_bytes().splitlines(keepends=True)
         if lines and not _is_whole(lines[-1]):
             os.ftruncate(self._file, sum(map(len, lines[:-1])))

@@ -69,6 +69,7 @@ class TextList:
 
     @classmethod
     def of(cls, texts: Sequence[np.ndarray], output_starts: Sequence[int]) -> TextList:
+        """Joins texts of token ids.  output_starts: the index in each text where its continuation begins."""
         # The dtype is int32, because the data's dtype may be too small for generated token ids.
         tokens = np.concatenate([np.zeros(0, np.int32), *texts]).astype(np.int32)
         return cls(tokens, np.array([len(text) for text in texts], np.int64), np.array(output_starts, np.int64))

@@ -30,6 +30,7 @@ def origin_of(target: Path, tokens: np.ndarray) -> dict[str, str]:
 
 
 def target_digest(directory: Path) -> str:
+    """Returns a digest of the config.json and of parts of the weight files in a target's directory."""
     digest = hashlib.sha256((directory / "config.json").read_bytes())
     for path in sorted([*directory.glob("*.safetensors"), *directory.glob("*.bin")]):
         size = path.stat().st_size

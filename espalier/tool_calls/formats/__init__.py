@@ -57,6 +57,7 @@ def find_formats(template: str, tool_format: str = AUTO, reasoning_format: str =
 
 
 def _find_format(flag: str, name: str, formats: Mapping[str, Format], template: str) -> Format | None:
+    """Returns the format `name`; None for "none".  For "auto": the first format that the chat template fits."""
     if name == AUTO:
         return next((each for each in formats.values() if all(sign in template for sign in each.template_signs)), None)
     if name == NONE:

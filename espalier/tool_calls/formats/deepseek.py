@@ -28,6 +28,8 @@ def parse(reader: TextReader, writer: DeltaWriter, has_fence: bool) -> Steps[Non
 
 
 def _read_calls(reader: TextReader, writer: DeltaWriter, opening_marker: str, has_fence: bool) -> Steps[None]:
+    """Read several calls.  opening_marker: the text of the first call that was already read.  has_fence: see parse."""
+
     def read_body(call: CallWriter) -> Steps[None]:
         kind, marker = yield from reader.read_text_before(SEPARATOR, CALL_END)
         name = kind

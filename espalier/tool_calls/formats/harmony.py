@@ -46,7 +46,7 @@ def parse(reader: TextReader, writer: DeltaWriter) -> Steps[None]:
 
 
 def _read_message(reader: TextReader, writer: DeltaWriter, opening_marker: str) -> Steps[str | None]:
-    """Read a message.  Returns the marker at its end; None if plain text follows."""
+    """Read a message.  Returns the marker at its end; None if plain text follows.  opening_marker: already read."""
     parts = [opening_marker]
     marker = yield from reader.read_until(HEADER_ENDS, parts.append)
     header = "".join(parts)

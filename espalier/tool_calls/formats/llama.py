@@ -22,6 +22,8 @@ def parse(reader: TextReader, writer: DeltaWriter) -> Steps[None]:
 
 
 def _read_calls(reader: TextReader, writer: DeltaWriter, opening_marker: str) -> Steps[None]:
+    """Read calls, separated by semicolons.  opening_marker: the text of the first call that was already read."""
+
     def read_body(call: CallWriter) -> Steps[None]:
         yield from reader.read_space()
         yield from read_call_object(reader, call)

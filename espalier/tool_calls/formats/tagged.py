@@ -98,6 +98,7 @@ def parse_qwen_coder(reader: TextReader, writer: DeltaWriter) -> Steps[None]:
 
 
 def _read_parameters(reader: TextReader, call: CallWriter) -> Steps[None]:
+    """Read a call's parameters, up to its end, and write them to `call` as one JSON object."""
     arguments = TaggedArguments(call)
     while True:
         yield from reader.read_space()
