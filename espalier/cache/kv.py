@@ -95,6 +95,7 @@ class StagedKV:
         return views
 
     def _require_room(self, batch: int, queries: int, width: int, first_row: int) -> None:
+        """Raises if `batch` requests of `width` rows do not fit, or if a request's rows end after `width`."""
         if first_row + queries > width or batch * width > self.rows:
             raise EspalierError(
                 f"staging holds {self.rows} rows and this launch needs {batch} requests of {width} rows (rows "

@@ -302,4 +302,5 @@ def plane_dtype(cache_spec: CacheSpec, plane: str, dtype: torch.dtype) -> torch.
 
 
 def _num_values(planes: Mapping[str, RowShape]) -> int:
+    """Returns the number of values of one row.  planes: (heads, head size) of each tensor of a row."""
     return sum(heads * size for heads, size in planes.values())

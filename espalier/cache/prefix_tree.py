@@ -137,6 +137,7 @@ class PrefixTree:
         self.pool.release(pages)
 
     def _add_node(self, parent: PageNode, key: Hashable, page: int) -> PageNode:
+        """key: stands for the tokens of the page among the children of `parent`."""
         node = parent.children[key] = PageNode(page, key, parent)
         self._attach_page(node, page)
         return node
@@ -184,6 +185,7 @@ class PrefixTree:
             self._queue_leaf(parent)
 
     def _queue_leaf(self, leaf: PageNode) -> None:
+        """Adds a node that has become a leaf to the heap of leaves to evict, if its page has no entry yet."""
         if leaf.page not in self._queued_pages:
             self._queued_pages.add(leaf.page)
             heappush(self._leaves, (leaf.last_used, leaf.page))

@@ -188,6 +188,7 @@ class StagedRound:
         self.verified = verify(self.proposed)
 
     def settle(self, masks: Tensor) -> None:
+        """masks: [B, D, words] int32, the tokens that may follow each node (sampling/mask.py)."""
         assert self.verified is not None
         self.results.write(self.device_launch.ring_entry, settle(self.verified, masks))
 
@@ -199,6 +200,7 @@ def make_draft_guide(guide_rows: DraftGuideRows, batch: int, ask_beam_masks: Ask
     forced, masks, levels = map(torch.from_numpy, guide_rows.for_full_batch(batch))
 
     def ask_allowed_tokens(tokens: Tensor, ancestor_bits: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns forced tokens and masks of the beams.  Arguments: see AskBeamMasks."""
         forced_tokens, masks = ask_beam_masks(tokens, ancestor_bits).for_full_batch(batch)
         return torch.from_numpy(forced_tokens), torch.from_numpy(masks)
 
@@ -256,6 +258,7 @@ class CpuExecutor:
         return packed.with_vector(torch.from_numpy(packed.vector))
 
     def read_results(self, launch_input: LaunchInput, output: RoundOutput | None) -> list[RequestResult]:
+        """Reads the results of a launch.  output: None for a staged round, which has no prompt log-probabilities."""
         batch = len(launch_input.slots)
         logprobs = None if output is None else output.prompt_logprobs
         prompt_logprobs = None if logprobs is None else pack_logprob_rows(*logprobs)

@@ -68,6 +68,7 @@ class FollowerRank:
             return FAILED_EXIT_CODE
 
     def handle_message(self, message: Any) -> None:
+        """Does what a message of rank 0 asks, such as StartLaunch.  Raises the message if it is an exception."""
         match message:
             case Exception():
                 raise message
@@ -92,6 +93,7 @@ class FollowerRank:
                 self._unload()
 
     def send(self, message: Any) -> None:
+        """Sends a message, such as FailureReport, to rank 0.  Thread-safe."""
         with self._send_lock:
             self.connection.send(message)
 

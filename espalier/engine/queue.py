@@ -108,6 +108,7 @@ class FairQueue:
 
 
 def _client_of(request: Request) -> str | None:
+    """Returns the client in whose queue the request waits."""
     return PREEMPTED_CLIENT if request.generation else request.client
 
 
@@ -160,6 +161,7 @@ class WaitingQueue:
             del self._by_priority[priority]
 
     def _is_valid(self, entry: QueueEntry) -> bool:
+        """Returns whether the entry is the newest of its request, and the request still waits."""
         return self._valid_numbers.get(entry.request) == entry.number
 
     def __len__(self) -> int:

@@ -328,6 +328,7 @@ class OtherRanks:
                 self._condition.notify_all()
 
     def _check_peers(self, elapsed_s: float) -> None:
+        """Fails all ranks if one has ended, is silent or lags.  elapsed_s: the seconds since the last check."""
         if any(peer.is_disconnected or peer.failure_report is not None for peer in self.peers):
             deadline = time.monotonic() + FAILURE_GRACE_S
             while (left := deadline - time.monotonic()) > 0 and not all(peer.is_disconnected for peer in self.peers):
@@ -377,6 +378,7 @@ class OtherRanks:
 
 
 def _exit_reason(code: int | None) -> str:
+    """Returns the end of an error text that says how a process ended.  code: its exit code, -n for signal n."""
     if code is None:
         return ""
     return f" with exit code {code}" if code >= 0 else f" by {Signals(-code).name}"

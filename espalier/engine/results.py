@@ -105,6 +105,7 @@ class ResultsRing:
         self._write_columns(ring_entry, {"tokens": tree.tokens, "parents": tree.parents})
 
     def _write_columns(self, ring_entry: Tensor, values_by_name: dict[str, Tensor]) -> None:
+        """Writes [B, n] tensors to ring entry `ring_entry` [1].  values_by_name: by the names of ResultColumns."""
         by_column = {getattr(self.columns, name).start: values for name, values in values_by_name.items()}
         write_results(self.without_logprobs, ring_entry, by_column)
 
@@ -191,6 +192,7 @@ def _sibling_ranks(
 
 
 def _read_tree(columns: ResultColumns, row: np.ndarray, path_length: int) -> DraftTree:
+    """row: [width], a request's row of a ring entry.  path_length: the number of accepted nodes, with the root."""
     tokens, parents, depths = (row[part].tolist() for part in (columns.tokens, columns.parents, columns.depths))
     scores = row[columns.scores].astype(np.int32).view(np.float32)
     # The ring has columns for the largest tree.  Columns past this tree hold no score bits, so void nodes get -inf.

@@ -30,9 +30,11 @@ class CpuCosts:
     uses_clock: bool = False
 
     def seconds(self, tree: TreeShape, batch: int, context: float) -> float:
+        """Returns the time of a round of `batch` requests.  context, the tokens of a request, has no effect."""
         return self.seconds_for_rows(tree, batch, batch * tree.rows)
 
     def seconds_for_rows(self, tree: TreeShape, batch: int, rows: int) -> float:
+        """Returns the time of a round whose verify pass has `rows` rows in all."""
         # A draft with depth d runs d - 1 passes over beams, and one pass over the decided tokens.
         passes = tree.extends + (tree.steps - 1 if tree.drafts and tree.steps else 0)
         return 1 + self.row_cost * (rows - 1) + self.lookup_cost * (tree.steps > 0) + self.draft_cost * passes

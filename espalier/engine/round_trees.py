@@ -48,6 +48,7 @@ class RoundTrees:
         return self.layout.tree_without_draft if self.layout.steps and not self._num_drafting(batch) else None
 
     def _num_drafting(self, batch: Sequence[Request]) -> int:
+        """Returns how many requests of the batch can accept guesses."""
         return sum(request.params.depth_limit(self.layout.steps) > 0 for request in batch)
 
     def has_draft_rows(self, request: Request) -> bool:

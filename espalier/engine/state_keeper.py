@@ -98,6 +98,7 @@ class StateKeeper(NoStateKeeper):
             prefix_tree.on_removed = snapshot_rows.detach
 
     def enter_slot(self, request: Request, first_row: int, num_cached_tokens: int) -> tuple[int, int]:
+        """See NoStateKeeper.enter_slot: returns the first row to compute, and the tokens that count as cached."""
         assert request.slot is not None
         # The number of cached pages whose snapshots, if they have one, are states at or before row `first_row`.
         reached = self.layout.num_full_pages(min(num_cached_tokens, first_row + self.tokens_before_end))
@@ -131,6 +132,7 @@ class StateKeeper(NoStateKeeper):
         return self._launch_snapshots([*map(self._snapshot_of_pass, batch, lengths)])
 
     def _snapshot_of_pass(self, request: Request, length: int) -> tuple[int, int] | None:
+        """Returns the snapshot (number of tokens, row) that a pass over `length` tokens takes; None: it takes none."""
         snapshots = self._by_request[request]
         ends, num_prefilled = snapshots.planned_ends, request.num_prefilled + length
         if not ends or ends[0] - self.tokens_before_end > num_prefilled:
@@ -145,6 +147,7 @@ class StateKeeper(NoStateKeeper):
         return self._launch_snapshots([*map(self._snapshot_of_round, batch)])
 
     def _snapshot_of_round(self, request: Request) -> tuple[int, int] | None:
+        """Returns the snapshot (number of tokens, row) that the next rounds take; None: they take none."""
         snapshots = self._by_request[request]
         if snapshots.pending_snapshot is None and self.prefix_tree is not None:
             # The next snapshot is taken after so many tokens that no round in flight can have reached this number.

@@ -239,6 +239,7 @@ wait_at_exit(lambda thread: thread.name == THREAD_NAME)
 
 
 def _call_after(seconds: float, call: Callable[..., None], *arguments: Any) -> threading.Timer:
+    """Calls call(*arguments) in a new thread after `seconds`.  The returned timer can cancel this."""
     timer = threading.Timer(seconds, call, arguments)
     timer.daemon = True
     timer.start()
