@@ -135,6 +135,7 @@ class WrapperPlan:
         return self.shape.is_split or self.shape.uses_fa3
 
     def _make_wrapper(self, workspace: Tensor, buffers: tuple[Tensor, ...]) -> Any:
+        """Returns an object of the library.  buffers: int32 tensors that it reads: query_starts to last_page_rows."""
         make = import_module("flashinfer").prefill.BatchPrefillWithPagedKVCacheWrapper
         wrapper = make(workspace, "NHD", True, *buffers, backend="fa3" if self.shape.uses_fa3 else "fa2")
         # Without splits, more programs start than the plan has entries.  The other programs read entries that no plan
@@ -155,6 +156,7 @@ class WrapperPlan:
         )
 
     def _head_sizes(self, cache_spec: CacheSpec) -> tuple[int, ...]:
+        """Returns the KV heads and the size of a head, as arguments of the library."""
         return cache_spec.kv_heads, cache_spec.k_size
 
     def _plan_options(self) -> dict[str, bool]:
@@ -179,12 +181,14 @@ class LatentWrapperPlan(WrapperPlan):
         return import_module("flashinfer").mla.BatchMLAPagedAttentionWrapper(workspace, True, *buffers)
 
     def _head_sizes(self, cache_spec: CacheSpec) -> tuple[int, ...]:
+        """Returns the sizes of the latent part and of the rotated part of a row, as arguments of the library."""
         return cache_spec.v_size, cache_spec.k_size - cache_spec.v_size
 
     def _plan_options(self) -> dict[str, bool]:
         return {}
 
     def _last_page_rows(self, num_rows: Tensor) -> Tensor:
+        """Returns all rows of each request: for latent rows, the library wants this number instead."""
         return num_rows
 
     def run(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -284,7 +284,7 @@ class Pass:
         return (values if kept is None else values[kept]).view(len(self.tokens), -1, 1, 1)
 
     def store_rotation(self, rope: Rope, rotation: Rotation) -> None:
-        """Stores a rotation that the kernel of a linear layer has looked up (espalier/models/layers/linear.py)."""
+        """Stores cos and sin at the rows' positions.  The embedding's kernel reads them (models/layers/linear.py)."""
         self._values_at_positions[rope] = rotation
 
     @cached_property

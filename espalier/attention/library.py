@@ -57,6 +57,7 @@ class LibraryAttention(AttentionPlan):
         raise NotImplementedError
 
     def attend_prefix(self, q: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """Merges the library's result over `tail_prefix` with our kernels' result over the rows before it, if any."""
         spec, page_size = self.specs[layer], self.pages.page_size
         if spec.window is not None:
             return self._our_plan("all").attend_prefix(q, layer)

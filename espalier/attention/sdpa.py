@@ -75,6 +75,7 @@ class SdpaAttention(AttentionPlan):
         return CommittedRows(positions, exists, self.pages.rows(self.prefix.page_table, positions, exists))
 
     def select(self, layer: int, queries: IndexerQueries, keys: Tensor) -> SelectedMask | None:
+        """Returns which rows each query attends to; None for all.  keys: [B, R, 1, size], index keys of staged rows."""
         topk = self.specs[layer].topk
         if topk is not None and self.max_committed_rows + keys.shape[1] <= topk:
             return None

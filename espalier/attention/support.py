@@ -234,12 +234,14 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def _page_sizes_text(support: Support) -> str:
+    """Returns the page sizes that the backend supports, as text for a table."""
     text = sizes_text(support.page_sizes)
     latent = support.latent_page_sizes
     return text if latent is None else f"{text}; latent rows: {sizes_text(latent)}"
 
 
 def _overlap_text(support: Support) -> str:
+    """Returns whether the backend can run with overlap, as text for a table."""
     refused = ", ".join(kind.kind for kind in support.needs_exact_lengths)
     return f"not for layers that keep {refused}" if refused else Provider.ITSELF
 

@@ -67,6 +67,7 @@ class TritonAttention(AttentionPlan):
         return self._run_kernel(spec, self.kernel_inputs(layer, q, None, self.prefix, self.splits(spec)))
 
     def select(self, layer: int, queries: IndexerQueries, keys: Tensor) -> SelectedRows | None:
+        """Returns the rows that each query attends to; None for all.  keys: [B, R, 1, size], of the staged rows."""
         pages, prefix, topk = self.pages, self.prefix, self.specs[layer].topk
         page_table, (batch, staged) = prefix.page_table, keys.shape[:2]
         max_rows = page_table.shape[1] * pages.page_size + staged
@@ -111,6 +112,7 @@ class TritonAttention(AttentionPlan):
         return Prefix(prefix.page_table, length, prefix.first_position), splits
 
     def _run_kernel(self, spec: LayerSpec, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
+        """Returns (out, lse) of the kernel for layers with this spec, as AttentionPlan.attend_prefix does."""
         splits, queries = inputs.splits, inputs.q.shape[1]
         if _is_wide_latent(spec):
             if inputs.sink is not None:
@@ -132,6 +134,7 @@ class TritonAttention(AttentionPlan):
         return self.splits_by_policy[key]
 
     def _split_policy(self, spec: LayerSpec) -> KVSplitPolicy:
+        """Returns how layers with this spec split the committed rows."""
         (batch, queries), layout = self.nodes.positions.shape, self.pages.layout
         return self._choose_split_policy(spec, batch, queries, layout.tokens_in(layout.table_width))
 
@@ -149,6 +152,7 @@ class TritonAttention(AttentionPlan):
         )
 
     def _compute_splits(self, policy: KVSplitPolicy, window: int | None) -> KVSplits:
+        """window: the number of positions to which a query attends; None for all."""
         if window is None:
             make = partial(kv_splits.triton, self.prefix.length, self.prefix.first_position, policy)
             return self.prefix.get_or_make(policy, make)

@@ -145,6 +145,7 @@ class TorchSampler(Sampler):
     def next_depth(
         self, edges: LowRankEdges, d2t: Tensor | None, depth: int, rows: DepthRows, out: Candidates
     ) -> DepthRows:
+        """Writes the best children of `rows` to `out`.  depth: from 0 on.  d2t: the target ids of the draft ids."""
         factors, states = edges.factors(depth, rows)
         drafted = DraftRows(edges.logits(depth, factors), d2t, depth, torch.zeros_like(rows.scores))
         children = self.best_children(drafted, out.tokens.shape[2])
@@ -176,6 +177,7 @@ class TorchSampler(Sampler):
         return scores_with_shared_noise(processed, self.params, noise), None
 
     def _noise(self, offsets: Tensor) -> Tensor | None:
+        """Returns the noise [B, n, V] at positions first_position + offsets [B, n]; None if no request samples."""
         if self.noise is None:
             return None
         batch = torch.arange(offsets.shape[0], device=offsets.device)[:, None]
@@ -193,6 +195,7 @@ class KernelSampler(Sampler):
     def _pick(
         self, logits: Tensor, offsets: Tensor, mask: Tensor | None, drafted_ancestors: DraftedAncestors | None
     ) -> SampledTokens:
+        """Samples a token for each row of logits [B, n, V], at position first_position + offsets [B, n]."""
         from espalier.kernels.sampling.pick import sample_triton
 
         first_output = 0 if drafted_ancestors is None else 1
@@ -219,6 +222,7 @@ class KernelSampler(Sampler):
     def next_depth(
         self, edges: LowRankEdges, d2t: Tensor | None, depth: int, rows: DepthRows, out: Candidates
     ) -> DepthRows:
+        """Writes the best children of `rows` to `out`.  depth: from 0 on.  d2t: the target ids of the draft ids."""
         from espalier.kernels.tree.edge_factors import edge_factors_triton
         from espalier.kernels.tree.edge_topk import edge_topk_triton
 

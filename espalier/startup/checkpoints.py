@@ -44,6 +44,7 @@ def require_names(names_by_setting: Mapping[str, str | PathLike[str]]) -> None:
 
 
 def _find_checkpoint(setting: str, name: str | PathLike[str], bundled_path: Path, file_patterns: list[str]) -> Path:
+    """Returns a checkpoint's directory.  setting: the config field.  name: its value, a path or a Hub id or 'bundled'."""
     if str(name) == BUNDLED:
         if not (bundled_path / "config.json").exists():
             raise EspalierError(
@@ -119,6 +120,7 @@ def _holds_gguf(path: Path) -> bool:
 
 
 def _may_be_hub_id(name: str) -> bool:
+    """Returns whether the name has the form owner/repository."""
     owner, _, repository = name.partition("/")
     return bool(owner and repository) and "/" not in repository and not name.startswith((".", "~"))
 

@@ -50,9 +50,11 @@ class PredictedCosts:
     uses_clock: bool = True
 
     def seconds(self, tree: TreeShape, batch: int, context: float) -> float:
+        """Returns the time of a round of `batch` requests.  context: the mean number of tokens of a request."""
         return self.weights.round_seconds(tree, batch, self.chip, context)
 
     def seconds_for_rows(self, tree: TreeShape, batch: int, rows: int) -> float:
+        """Must not be called: on a GPU, a clock measures the times of rounds."""
         raise NotImplementedError
 
 
@@ -235,6 +237,7 @@ def parse_trees(table: Mapping[Any, Any], source: str) -> TreesByBatch:
 
 
 def _read_num_requests(key: Any, source: str) -> int:
+    """key: a key of the table of trees.  source: the file or setting that has the table, for the error text."""
     try:
         require_int("", count := whole_number(str(key)), 1)
     except ValueError:
@@ -244,6 +247,7 @@ def _read_num_requests(key: Any, source: str) -> int:
 
 
 def _read_tree(value: Any, source: str) -> TreeShape:
+    """value: a tree as JSON has it.  source: the file or setting that has the table, for the error text."""
     if not isinstance(value, Mapping):
         raise EspalierError(f"{source}: {value!r} is not a tree; use an object, as in {EXAMPLE_TABLE}")
     for name in value:

@@ -51,6 +51,7 @@ def fills_chip(num_rows: int, num_out: int, gpu: Chip) -> bool:
 
 
 def num_tiles(num_rows: int, num_out: int) -> int:
+    """Returns the number of tiles [BLOCK_ROWS, BLOCK_OUT] of a result [num_rows, num_out]."""
     return -(-num_rows // BLOCK_ROWS) * -(-num_out // BLOCK_OUT)
 
 

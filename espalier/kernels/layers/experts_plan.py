@@ -146,6 +146,7 @@ class ProductPlan:
         return num_matrices * self.block_out, self.block_in, self.warps
 
     def stage_bytes(self, num_matrices: int, tile_rows: int, itemsize: int) -> int:
+        """Returns the bytes of shared memory of one stage.  num_matrices: 2 with gate and up, 1 with down."""
         return (num_matrices * self.block_out + block_rows(tile_rows)) * self.block_in * itemsize
 
     def fitting_stages(self, gpu: Chip, num_matrices: int, tile_rows: int, itemsize: int) -> int:
@@ -203,6 +204,7 @@ def experts_plan_by_rule(shape: ExpertsShape, num_rows: int, dtype: torch.dtype,
 
 
 def _product_plan_by_rule(tile_rows: int, num_tiles: int, num_out: int, gpu: Chip) -> ProductPlan:
+    """tile_rows: the rows of a tile of x.  num_tiles: the tiles of all experts.  num_out: the rows of the matrix."""
     block_out = 64
     while block_out > 16 and num_tiles * -(-num_out // block_out) < MIN_PROGRAMS_PER_PROCESSOR * gpu.processors:
         block_out //= 2
@@ -251,6 +253,7 @@ def quantised_plan_by_rule(
 def _quantised_product_plan(
     weight: QuantisedMatrix, tile_rows: int, num_tiles: int, num_matrices: int, gpu: Chip
 ) -> ProductPlan:
+    """num_tiles: the tiles of x of all experts.  num_matrices: 2 with gate and up, 1 with down."""
     _, num_out, num_in = weight.shape
     if weight.code == "fp8":
         input_bytes = 2 if weight.input_scales is None else 1

@@ -130,6 +130,7 @@ def _add_partial_sums_kernel(
 
 
 def add_partial_sums(partial_sums: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns the sum of partial sums [splits, rows, out] in `dtype`; a result without splits unchanged."""
     if partial_sums.ndim == 2:
         return partial_sums
     splits, rows, num_out = partial_sums.shape

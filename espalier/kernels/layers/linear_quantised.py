@@ -76,6 +76,7 @@ def linear_quantised_gated(
     activation: Activation = SILU,
     rounding: InputScales | None = None,
 ) -> InputRows:
+    """rounding: how the next product rounds its inputs; a result of few rows is rounded in that way."""
     inner = num_up_columns(weight.shape[0], activation)
     if plan is None and weight.codes.is_cuda and uses_dequantised_product(x, weight):
         return dequantised_gated(kernel_inputs(x, weight)[0], weight, bias, activation)
@@ -138,6 +139,7 @@ def _linear_quantised_kernel(
 
 
 def _launch(x: InputRows, weight: QuantisedMatrix, bias: Tensor | None, plan: TritonPlan, is_gated: bool) -> Tensor:
+    """is_gated: whether the kernel returns silu(gate) · up.  Returns the result, or partial sums if plan.splits > 1."""
     rows, num_in = input_values(x).shape
     _check_arguments(x, weight, bias, plan)
     num_out, block_written = weight.shape[0], plan.block_out

@@ -240,6 +240,7 @@ def _fp8_pair_table(dtype: torch.dtype) -> Tensor:
 
 
 def _nibble_values(matrix: QuantisedMatrix, codes: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns the values of 4-bit codes without their scales.  codes: interleaved, of some rows of the matrix."""
     packed = deinterleave_nibbles(codes, matrix.code in E2M1_CODES)
     if matrix.code == "int4":
         return unpack_nibbles(packed, dtype)
@@ -322,6 +323,7 @@ def _shifted_bits(words: Tensor, bit_mask: int, shift: int) -> Tensor:
 
 
 def _shift_mask(bit_mask: int, shift: int) -> int:
+    """Returns the mask shifted by `shift` places to the left, or to the right if `shift` is negative."""
     return bit_mask << shift if shift > 0 else bit_mask >> -shift
 
 

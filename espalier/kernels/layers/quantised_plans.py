@@ -276,6 +276,7 @@ def candidate_plans(num_rows: int, weight: QuantisedMatrix, gpu: Chip) -> list[T
 
 
 def _fits_chip(plan: TritonPlan, tile_rows: int, weight: QuantisedMatrix, gpu: Chip) -> bool:
+    """Returns whether the stages fit in shared memory and the splits give neither too few nor too many programs."""
     programs = -(-weight.shape[0] // plan.block_out) * plan.splits
     return stage_bytes(plan, tile_rows, weight) * plan.stages + RESERVED_SHARED_MEMORY <= gpu.shared_memory and (
         plan.splits == 1
@@ -294,6 +295,7 @@ def _streaming_us(plan: TritonPlan, tile_rows: int, weight: QuantisedMatrix, gpu
     waves, last_programs = divmod(programs, programs_per_sm * gpu.processors)
 
     def wave_us(num_programs: int) -> float:
+        """Returns the microseconds of `num_programs` programs that run at the same time."""
         rate = min(gpu.processors * BYTES_PER_US, num_programs * step_bytes * (plan.stages - 1) / LATENCY_US)
         return LATENCY_US + num_programs * program_bytes / max(rate, 1)
 

@@ -249,7 +249,9 @@ def prepare_rows(
 
 
 def conv_tail_before(ordered_inputs: Tensor, rows: RowInputs) -> Tensor:
-    """Returns the tails [B, taps - 1, channels]: the inputs before each batch row.  ordered_inputs: [N, channels]."""
+    """Returns [B, taps - 1, channels]: the convolution's inputs just before the first input of each batch row.
+
+    ordered_inputs: [B · width, channels], the inputs of all batch rows, from `in_channel_order`."""
     tail = rows.tail[rows.slots]
     if rows.continues_previous is None or not tail.shape[1]:
         return tail
@@ -394,6 +396,7 @@ def _make_piecewise_scan(continues_previous: Tensor):
         snapshot_counts: Tensor | None,
         is_delta_rule: bool,
     ) -> ScanResult:
+        """Arguments and result: see `scan`."""
         results, state = [], states[:1]
         for row in range(len(q)):
             row_slice = slice(row, row + 1)

@@ -82,6 +82,7 @@ class Tree(NamedTuple):
         return self._void_nodes(self.depths > max_depth.clamp(min=0)[:, None])
 
     def _void_nodes(self, is_void: Tensor) -> Tree:
+        """Returns trees in which the nodes where is_void [B, D] is True are void."""
         itself = self_only_bits(0, self.tokens.shape[1], self.num_ancestor_words, self.tokens.device)
         return Tree(
             self.tokens.masked_fill(is_void, VOID),

@@ -34,6 +34,7 @@ class AssistantDrafter(AutoregressiveDrafter):
         return partial(self._grow_tree, rows, out, self._logits(out, 1))
 
     def _forward(self, out: DraftOutput, rows: TreeRows, level: int) -> DraftOutput:
+        """Runs the draft over the beams of `level` - 1, to propose `level`.  out: the output of the pass before."""
         tokens = rows.tokens[:, self.layout.draft_rows_above(level - 1) : self.layout.draft_rows_above(level)]
         return self._run_module(rows, tokens, out.last_rows(self.layout.topk).hidden, rows.beam_levels[-1].parents)
 
@@ -47,6 +48,7 @@ class AssistantDrafter(AutoregressiveDrafter):
     def extend(
         self, slots: BatchState, target_features: Tensor | None, length: Tensor, last_tokens: LastTokens | None = None
     ) -> None:
+        """Stores the target's features at the last of the `length` [B] new tokens, which the next round reads."""
         assert target_features is not None
         if last_tokens is not None:
             # After a prefill pass, only the features of each request's last token are kept.

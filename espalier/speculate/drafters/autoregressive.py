@@ -109,6 +109,7 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
         return self.draft.modules[self._module_index(level) - 1]
 
     def _module_index(self, level: int) -> int:
+        """Returns the number, from 1 on, of the module that proposes this level of the tree."""
         return min(level, self.spec.num_modules)
 
     def _logits(self, out: DraftOutput, level: int) -> Tensor:
@@ -159,6 +160,7 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
     def extend(
         self, slots: BatchState, target_features: Tensor | None, length: Tensor, last_tokens: LastTokens | None = None
     ) -> None:
+        """Runs all modules over the new tokens.  length: [B], their number.  target_features: [B, W, F]."""
         assert target_features is not None
         features, modules = self.draft.fuse(target_features), module_rows(slots, self.spec.num_modules)
         is_split = last_tokens is not None and last_tokens.piece is not None
@@ -217,6 +219,7 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
         return out.hidden
 
     def _module_layers(self, module: int) -> range:
+        """Returns the numbers of a module's layers in the cache.  module: from 1 on."""
         first, count = self.cache.layers.start, self.spec.layers_per_module
         return range(first + (module - 1) * count, first + module * count)
 

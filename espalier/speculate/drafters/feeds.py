@@ -107,6 +107,7 @@ class ModuleFeeds(ABC):
 
 class ChainFeeds(ModuleFeeds):
     def feed_of(self, module: int) -> Feed:
+        """Returns, for a module (2 to N), the outputs of the module before it, each at the previous token."""
         previous_rows, own_rows = self.rows[module - 2], self.rows[module - 1]
         previous_output = self.outputs[module - 2]
         first = load_carried_field(self.slots, feed_name(module))
@@ -142,6 +143,7 @@ class TargetFeeds(ModuleFeeds):
         return torch.cat((first, self.features), 1)
 
     def feed_of(self, module: int) -> Feed:
+        """Returns what a module (2 to N) reads: at each token, the target's feature of the token `module` before."""
         num_missing = self.rows[module - 1].num_missing
         assert num_missing is not None
         return self.hidden, self.offsets + (num_missing + len(self.rows) - module)[:, None]

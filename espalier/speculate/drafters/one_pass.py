@@ -72,6 +72,7 @@ class OnePassDrafter(ModelDrafter[BlockModel]):
     def extend(
         self, slots: BatchState, target_features: Tensor | None, length: Tensor, last_tokens: LastTokens | None = None
     ) -> None:
+        """Computes the draft's context rows from target_features [B, W, F].  length: [B], the new tokens."""
         assert target_features is not None
         # Computes the context rows of tokens n .. n+length-1.  The rows after them are padding and are not committed.
         positions, tokens, page_rows = read_chain(slots, 0, length, target_features.shape[1])

@@ -88,6 +88,7 @@ class CandidateNodes(NamedTuple):
 
     @classmethod
     def unpack(cls, packed: np.ndarray) -> Self:
+        """packed: int64 of any shape, from `pack_nodes`."""
         exists = packed != VOID
         filled = np.where(exists, packed, 0)
         bit_ranges = ((0, DEPTH_SHIFT), (DEPTH_SHIFT, PARENT_SHIFT), (PARENT_SHIFT, TOKEN_SHIFT), (TOKEN_SHIFT, 63))

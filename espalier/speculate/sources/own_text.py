@@ -24,6 +24,7 @@ class IndexedText:
         self.add_tokens(tokens)
 
     def add_tokens(self, tokens: Sequence[int]) -> None:
+        """Appends tokens to the text, and maps each n-gram that ends before a token to the position of the token."""
         for token in tokens:
             end = len(self.tokens)
             for length, next_positions in self.next_positions.items():

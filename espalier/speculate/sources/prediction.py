@@ -58,6 +58,7 @@ class PredictionSource(HostSource):
             self.add_tokens(request, request.output)
 
     def add_tokens(self, request: Request, tokens: Sequence[int]) -> None:
+        """Called when `tokens` were appended to the output: follows them through the prediction."""
         progress = self.progress.get(request.id)
         if progress is not None:
             first = len(request.output) - len(tokens)
