@@ -101,7 +101,7 @@ class AttentionPlan:
         return merge_results(self.attend_prefix(q, layer), over_staged, sink)
 
     def attend_committed(self, layer: int, q: Tensor) -> Tensor:
-        """Computes attention over only the committed rows.  Returns zeros for an empty prefix."""
+        """Computes attention of q [B, Q, heads, k_size] over only the committed rows; zeros for an empty prefix."""
         return self.attend_prefix(q, layer)[0]
 
     def select(self, layer: int, queries: IndexerQueries, keys: Tensor) -> Selection | None:

@@ -79,7 +79,7 @@ class PassShape:
 class WrapperPlan:
     """A wrapper of the library for one shape of pass, and the wrapper's int32 buffers on the device.
 
-    Every launch writes page_starts, pages and last_page_rows.
+    Every launch writes page_starts, pages and last_page_rows.  workspace: the library's scratch memory.
     query_starts: [B + 1] on the host, the index of each request's first query.  page_starts: [B + 1], the index of each
     request's first page in `pages` [B · pages_per_request].  last_page_rows: [B], the number of rows in each request's
     last page; for latent rows, the number of all rows of the request.

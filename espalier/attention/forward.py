@@ -142,7 +142,7 @@ class ChosenRows:
         return values[0][self.chosen_index]
 
     def fill_unchosen_rows(self, planes: Sequence[Tensor]) -> None:
-        """Copies each request's first staged row over the rows that are not chosen, because these hold old data."""
+        """In each plane, copies a request's first staged row over its rows that are not chosen, which hold old data."""
         for plane in planes:
             plane[: self.chosen_index.numel()] = plane[self.pass_rows[self.chosen_index.flatten()]]
 

@@ -130,7 +130,7 @@ class SdpaAttention(AttentionPlan):
         return self.bias_by_window[key]
 
     def _visible_rows(self, window: int | None) -> Tensor:
-        """Returns [B, Q, P] bool: the committed rows that each query sees."""
+        """Returns [B, Q, P] bool: the committed rows that each query sees.  window: None for all positions."""
         rows = self.committed_rows
         is_visible = rows.exists[:, None].expand(-1, self.nodes.positions.shape[1], -1)
         if window is not None:
@@ -147,7 +147,7 @@ def _additive_mask(is_visible: Tensor, group_size: int, dtype: torch.dtype) -> T
 def _softcap_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, softcap: float) -> Tensor:
     """Returns SDPA of q [B, kv_heads, N, size] over k, v [B, R, kv_heads, size], with logits limited to ±softcap.
 
-    PyTorch's function has no soft cap."""
+    PyTorch's function has no soft cap.  scale: a factor of logits, before the cap.  bias: added to them after it."""
     exact = torch.promote_types(q.dtype, torch.float32)
     logits = apply_softcap(q.to(exact) @ k.to(exact).permute(0, 2, 3, 1) * scale, softcap)
     return ((logits + bias).softmax(-1) @ v.to(exact).transpose(1, 2)).to(q.dtype)

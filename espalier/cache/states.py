@@ -216,7 +216,7 @@ class PassStates:
         """Returns the rows' outputs [B, width, heads, v_size].  Must follow `write`.  In a pass without a tree, all
         tokens are decided, so this also advances the slots' states.
 
-        skip_factor: [heads], a factor of v; skip_factor · v is added to a row's output."""
+        q: from `write`.  skip_factor: [heads], a factor of v; skip_factor · v is added to a row's output."""
         rows, states = self._rows_by_layer.pop(layer), self.state_table.states[layer]
         assert states.recurrent_state is not None
         state = SlotStates(states.recurrent_state, self.state_access.slots)

@@ -145,7 +145,7 @@ def pack_side_by_side(values: np.ndarray, words: np.ndarray) -> np.ndarray:
 
 
 def unpack_side_by_side(packed: Tensor, num_values: int, num_mask_words: int) -> tuple[Tensor, Tensor]:
-    """Returns views of the values and of the words that `pack_side_by_side` put side by side."""
+    """Returns views of the values and the words in `packed`, which `pack_side_by_side` put side by side."""
     return packed[..., :num_values], packed[..., num_values:].view(torch.int32)[..., :num_mask_words]
 
 
@@ -166,7 +166,7 @@ class BeamMaskQuery:
     def new(
         cls, packed: Tensor, num_beams: int, num_tokens: int, num_mask_words: int, memory: StageMemory
     ) -> "BeamMaskQuery":
-        """Returns a question without an answer.  Until the host answers, every token may follow every beam."""
+        """Returns a question; until the host answers, every token may follow every beam.  packed: see pack_query."""
         # -1 (ALL_ALLOWED) as a forced token means that several tokens may follow; as a mask word, that all are allowed.
         shape = (len(packed), num_beams, 1 + packed_row_length(num_mask_words))
         # The questions of different tree levels have different numbers of tokens, so this number can name the memory.
@@ -191,7 +191,7 @@ class BeamMaskQuery:
 
 
 def pack_query(tokens: Tensor, ancestor_bits: Tensor) -> Tensor:
-    """Returns BeamMaskQuery.packed."""
+    """Returns BeamMaskQuery.packed from the drafted tokens [B, E] and the beams' ancestor bits [B, beams, W]."""
     return torch.cat((tokens, ancestor_bits.flatten(1)), 1)
 
 
@@ -371,7 +371,7 @@ class EagerStages:
 
 
 def _capture_stage(stage: Callable[[], None], graph_pool: Any, stream: torch.cuda.Stream) -> Callable[[], None]:
-    """Captures a stage as a CUDA graph.  Returns the function that replays the graph."""
+    """Captures a stage on `stream` as a CUDA graph.  Returns the function that replays the graph."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=graph_pool, stream=stream, capture_error_mode=CAPTURE_ERROR_MODE):
         stage()

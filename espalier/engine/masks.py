@@ -96,7 +96,7 @@ class MaskBuilder:
         self._used_s: WeakKeyDictionary[TokenMasker, float] = WeakKeyDictionary()
 
     def node_masks(self, maskers: Maskers, trees: HostTrees) -> NodeMasks:
-        """Returns the masks of the tokens that may follow each node of each tree."""
+        """Returns the masks of the tokens that may follow each node.  maskers, trees: one for each row of the batch."""
         rows = _rows_with_masker(maskers)
         masks = np.full((len(rows), len(trees[0][0]), self.num_mask_words), ALL_ALLOWED, dtype=np.int32)
 

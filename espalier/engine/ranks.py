@@ -305,7 +305,7 @@ class OtherRanks:
                 self._check_peers(passed)
 
     def _read_messages(self, seconds: float) -> None:
-        """Processes the messages that arrive within this time."""
+        """Processes the messages that arrive within `seconds`."""
         open_peers = {peer.connection: peer for peer in self.peers if not peer.is_disconnected}
         for ready in wait([*open_peers, self._wake_receiver], seconds):
             if ready is self._wake_receiver:

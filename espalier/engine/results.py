@@ -149,7 +149,7 @@ def read_results(
 
 
 def _own_text_paths(row: np.ndarray, width: int) -> tuple[tuple[int, tuple[int, ...]], ...]:
-    """Returns RequestResult.own_text_paths.  width: the number of int64 values of a path, its kind included."""
+    """Returns RequestResult.own_text_paths.  row: [P · width], the paths.  width: a path's values, kind included."""
     paths = row.reshape(-1, width).tolist() if row.size else []
     return tuple((kind, tuple(token for token in tokens if token != VOID)) for kind, *tokens in paths if kind > 0)
 
@@ -226,7 +226,7 @@ def _read_logprobs(
 def _read_prompt_logprobs(
     rows: Tensor | None, prompt_rows: PromptRows | None, batch: int
 ) -> Sequence[np.ndarray | None]:
-    """Returns RequestResult.prompt_logprobs of each request."""
+    """Returns RequestResult.prompt_logprobs of each request.  rows: [N, words], for the rows of `prompt_rows`."""
     if rows is None or prompt_rows is None:
         return (None,) * batch
     all_rows, sizes = rows.numpy(), prompt_rows.num_rows_by_request

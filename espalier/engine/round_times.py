@@ -79,7 +79,7 @@ class RoundTimes:
         return predicted * min(ratio * MAX_PREDICTION_ERROR, 1.0) + max(ratio - MAX_PREDICTION_ERROR, 0.0) * seconds
 
     def add(self, tree: TreeShape, batch: int, context: float, seconds: float) -> None:
-        """Counts the real time of a round.  context: the mean number of tokens of a request."""
+        """Counts `seconds`, the real time of a round.  context: the mean number of tokens of a request."""
         predicted = self.costs.seconds(tree, batch, context)
         if (batch, tree) not in self.latest_ratios:
             # The expected time counts as two rounds, so that one late round does not rule the tree out.

@@ -56,7 +56,7 @@ class RoundTrees:
         return not self.layout.has_draft_model or request.params.depth_limit(self.layout.steps) > 0
 
     def num_verified_rows(self, tree: TreeShape | None, batch: int) -> int:
-        """Returns how many nodes a round of this tree verifies."""
+        """Returns how many nodes a round of this tree verifies.  batch: the number of requests."""
         return batch * (tree or self.layout.for_batch(batch).tree).rows
 
     def record(

@@ -409,7 +409,7 @@ class MeasuredTreeChooser(TreeChooser):
         return MIN_RIVAL_RATE if is_known else MIN_UNKNOWN_RATE
 
     def _log_if_settled(self, bucket: BucketState, context: float) -> None:
-        """Logs the chosen tree, once, when it has run for LOGGED_ROUNDS rounds."""
+        """Logs the tree, once, when it has run for LOGGED_ROUNDS rounds.  context: the mean tokens of a request."""
         tree = bucket.tree
         if bucket.rounds_since_change < LOGGED_ROUNDS or bucket.logged_tree == tree or not self.costs.uses_clock:
             return

@@ -135,7 +135,7 @@ class GrammarCompiler:
                 self._drop_oldest_grammars()
 
     def _give_up_waiting(self, key: CacheKey, future: "Future[CompiledGrammar]") -> None:
-        """Refuses the requests that wait for a compilation, if it still runs.  The compilation goes on."""
+        """Refuses the requests that wait for the grammar `key`, if it is still compiled.  The compilation goes on."""
         with self._lock:
             if future.done():
                 return

@@ -142,7 +142,7 @@ class GrammarMasker:
 
     def _fill_masks(self, nodes: list[int], tokens: Sequence[int], parents: Sequence[int], out: np.ndarray) -> None:
         """Fill the masks of `nodes`: a node and its descendants.  The matcher has read the text up to the first
-        node."""
+        node.  tokens, parents, out: see node_masks."""
         if self.matcher.is_terminated():
             return
         index_of_node = {node: i for i, node in enumerate(nodes)}
@@ -168,7 +168,7 @@ class GrammarMasker:
 
     def _fill_masks_before_marker(self, tokens: Sequence[int], parents: Sequence[int], out: np.ndarray) -> None:
         """Fill the masks of a tree whose root comes before the end of the marker.  The grammar begins below each node
-        that completes the marker."""
+        that completes the marker.  Arguments: see node_masks."""
         # For each node: the last bytes of the text up to the node; None if the node completes the marker.
         text_tails: list[bytes | None] = [self.text_tail]
         # For each node that completes the marker: the node and its descendants.

@@ -112,7 +112,7 @@ class Sampler(ABC):
         next depth.
 
         edges: give the logits of a draft whose logits at a depth depend on the tokens drafted at earlier depths.
-        depth: from 0 on; the children have position `first_position` + depth."""
+        depth: from 0 on; the children have position `first_position` + depth.  d2t: see DraftRows."""
 
 
 @dataclass(frozen=True)

@@ -84,7 +84,7 @@ def tree_sets(
 
 def best_trees(trees: Sequence[TreeShape], costs: PredictedCosts, batch: int) -> tuple[TreeShape, ...]:
     """Returns plain decoding and the smallest set of trees that is good enough (MIN_TREES, MIN_SET_RATE), in order of
-    predicted speed."""
+    predicted speed.  batch: the number of requests."""
     all_trees = (*trees, PLAIN_TREE)
     measured, *assumed = (
         _token_rates(all_trees, costs, batch, rate) for rate in (FIRST_CHILD_RATES[0], *POSSIBLE_RATES)

@@ -188,7 +188,7 @@ def load_rows(pointer, offsets, row_exists, MASKED: tl.constexpr, ROW_SIZE: tl.c
 # fmt: off
 @kernel
 def _load_tiles(tiles, row, row_exists, MASKED: tl.constexpr, CONSTANTS: tl.constexpr):
-    """Returns (first tile, second tile) of the rows whose indices are `row` [N]."""
+    """Returns (first tile, second tile) of the rows whose indices are `row` [N].  tiles: where the tiles begin."""
     first_rows, second_rows = row * tiles.first_tile_stride, row * tiles.second_tile_stride
     first = load_rows(
         tiles.first_tile_ptr, first_rows, row_exists, MASKED, CONSTANTS.FIRST_TILE_SIZE, CONSTANTS.FIRST_TILE_BLOCK,

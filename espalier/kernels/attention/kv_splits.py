@@ -101,7 +101,7 @@ def _kv_splits_kernel(
 def kv_splits(
     length: Tensor, first_position: int, policy: KVSplitPolicy, positions: Tensor | None = None, window: int = 0
 ) -> KVSplits:
-    """The launcher of ops/selection.py:kv_splits.  positions: of the queries, read only with a window."""
+    """The launcher of ops/selection.py:kv_splits.  length: [B].  positions: of queries, for a window."""
     batch = length.shape[0]
     require("splits' length", length, (-1,), torch.int64, length)
     table = torch.empty(batch * policy.max_splits, SPLIT_COLUMNS, dtype=torch.int32, device=length.device)

@@ -107,7 +107,7 @@ def tile_and_kv_head(work_item, num_splits, num_tiles, KV_HEADS: tl.constexpr, L
 
 @kernel
 def load_split_range(splits_ptr, split, split_exists):
-    """Returns (request, begin, end, request_splits), a row of KVSplits.table; zeros if the split does not exist."""
+    """Returns (request, begin, end, request_splits): row `split` of KVSplits.table; zeros unless split_exists."""
     at = splits_ptr + split * 4
     request = tl.load(at, mask=split_exists, other=0).to(tl.int64)
     begin = tl.load(at + 1, mask=split_exists, other=0)
@@ -117,7 +117,7 @@ def load_split_range(splits_ptr, split, split_exists):
 
 @kernel
 def load_work_item(plan, work_item, KV_HEADS: tl.constexpr, LONGEST_FIRST: tl.constexpr):
-    """Load a work item that exists."""
+    """Returns work item number `work_item`, which must exist, of a WorkPlan."""
     split = split_of_work_item(work_item, plan.num_splits, plan.num_tiles, KV_HEADS, LONGEST_FIRST)
     request, begin, end, request_splits = load_split_range(plan.splits_ptr, split, True)
     is_last_split = split + 1 == tl.load(plan.split_starts_ptr + request) + request_splits

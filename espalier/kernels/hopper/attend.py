@@ -338,7 +338,7 @@ def _write_work_item(
 def _copy_queries(
     q_shared, q_rows, plan, work_item_index, WARPGROUP: gl.constexpr, HEAD_SIZE: gl.constexpr, CONSTANTS: gl.constexpr,
 ):
-    """Start the copy of a work item's queries, if the work item exists."""
+    """Start the copy of a work item's queries to shared memory `q_shared`, if the work item exists."""
     GROUP_SIZE: gl.constexpr = CONSTANTS.GROUP_SIZE
     LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_SIZE, HEAD_SIZE // 8], [4, 1], [1, 0])
     if work_item_index < plan.num_splits * plan.num_tiles * CONSTANTS.KV_HEADS:
@@ -361,7 +361,7 @@ def attend_work_items(
 ):
     """Attend to all work items of a program, for the 64 queries of warpgroup number WARPGROUP in each tile.
 
-    scales: pointers to the scales of K and V, read only if rows are FP8."""
+    q_shared: shared memory for the queries.  scales: pointers to the scales of K and V, read only if rows are FP8."""
     HEAD_SIZE: gl.constexpr = CONSTANTS.OUT_SIZE
     SCORE_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CONSTANTS.BLOCK_N, 16])
     OUT_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_SIZE, 16])

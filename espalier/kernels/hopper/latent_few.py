@@ -68,7 +68,7 @@ def _attend_work_item(
     CONSTANTS: gl.constexpr, SCORE_LAYOUT: gl.constexpr,
 ):
     """Attend to one work item.  Returns (left half of out [OUT_SIZE, 16], right half, max_score, sum_weights).
-    weight_shared: a buffer in shared memory for a block's softmax weights."""
+    q_shared, weight_shared: shared memory for the queries and for a block's softmax weights."""
     HALF: gl.constexpr = CONSTANTS.OUT_SIZE
     BLOCK_N: gl.constexpr = CONSTANTS.BLOCK_N
     COLUMNS: gl.constexpr = q_shared[0].shape[0]

@@ -180,7 +180,7 @@ def _copy_codes(buffers, stage, matrix, offsets, first_column, row_words, CODE: 
 
 @gluon_kernel
 def _copy_inputs(buffers, stage, x_ptr, offsets, row_exists, first_column, num_in, EVEN_IN: gl.constexpr):
-    """Start to copy columns first_column .. first_column + 255 of x.  offsets: of columns 0 .. 255 in x."""
+    """Start to copy columns first_column .. first_column + 255 of x to a stage.  offsets: of columns 0 .. 255 in x."""
     if not EVEN_IN:
         column = gl.expand_dims(first_column + gl.arange(0, 256, layout=gl.SliceLayout(0, offsets.type.layout)), 0)
         row_exists = row_exists & (column < num_in)
@@ -223,7 +223,7 @@ def _multiply_piece(weights, x, piece: gl.constexpr, partial_sum):
 
 @gluon_kernel
 def _multiply_e2m1_step(acc, buffers, stage, CODE: gl.constexpr):
-    """Add the products of one step to acc."""
+    """Add the products of the weights and inputs in a stage to acc.  buffers: the buffers of all stages."""
     ACC_LAYOUT: gl.constexpr = acc.type.layout
     A_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, ACC_LAYOUT, 2)
     TWO_WORDS: gl.constexpr = gl.DistributedLinearLayout(

@@ -146,7 +146,7 @@ class ProductPlan:
         return num_matrices * self.block_out, self.block_in, self.warps
 
     def stage_bytes(self, num_matrices: int, tile_rows: int, itemsize: int) -> int:
-        """Returns the bytes of shared memory of one stage.  num_matrices: 2 with gate and up, 1 with down."""
+        """Returns the bytes of a stage.  num_matrices: 2 for gate and up, 1 for down.  itemsize: bytes of a value."""
         return (num_matrices * self.block_out + block_rows(tile_rows)) * self.block_in * itemsize
 
     def fitting_stages(self, gpu: Chip, num_matrices: int, tile_rows: int, itemsize: int) -> int:

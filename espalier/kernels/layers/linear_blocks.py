@@ -49,7 +49,7 @@ def _load_float16(ptrs):
 
 @kernel
 def _load_bits(ptrs, shift, BIT_MASK: tl.constexpr):
-    """Load bytes, and return the bits of BIT_MASK after a right shift."""
+    """Load the bytes at `ptrs`, and return the bits of BIT_MASK after a right shift by `shift`."""
     return (tl.load(ptrs).to(tl.int32) >> shift) & BIT_MASK
 
 

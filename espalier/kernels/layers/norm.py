@@ -28,7 +28,7 @@ VALUES_PER_NORM_WARP = 128
 
 @kernel
 def norm_row(x, weight, EPS: tl.constexpr, ROW_SIZE: tl.constexpr, ACC_DTYPE: tl.constexpr):
-    """Returns the norm of a row, in ACC_DTYPE.  x: the row's ROW_SIZE values, then zeros."""
+    """Returns the RMS norm of a row, in ACC_DTYPE, times weight.  x: the row's ROW_SIZE values, then zeros."""
     scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / ROW_SIZE + EPS)
     return x * scale * weight.to(ACC_DTYPE)
 

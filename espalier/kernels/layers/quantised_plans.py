@@ -111,7 +111,7 @@ def plan_by_rule(
     gpu: Chip,
     input_bytes: int = 2,
 ) -> TritonPlan:
-    """Returns the plan of a shape that was not measured.
+    """Returns the plan of a shape that was not measured.  code: see QuantisedMatrix.
 
     is_grouped: whether each group of columns has its own scale.  input_bytes: the bytes of one input value, for FP8
     weights."""
@@ -172,7 +172,7 @@ def _wave_fill(num_programs: int, gpu: Chip) -> float:
 def nibble_plan_by_rule(
     tile_rows: int, num_tiles: int, num_out: int, num_in: int, code: str, max_splits: int, gpu: Chip
 ) -> TritonPlan:
-    """Returns the plan of 4-bit weights where nothing is measured, for `num_tiles` tiles of rows."""
+    """Returns the plan of 4-bit weights that are not measured, for `num_tiles` tiles.  code: see QuantisedMatrix."""
     tiles = NIBBLE_TILES[code]
     (block_out, max_in, warps), max_programs = next((shape, count) for rows, shape, count in tiles if tile_rows <= rows)
     fitting_sizes = (size for size in (256, 128, 64, 32) if num_in >= MIN_RAGGED_COLUMNS or num_in % size == 0)

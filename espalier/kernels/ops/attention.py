@@ -95,7 +95,7 @@ class Prefix:
         return value
 
     def contains(self, positions: Tensor) -> Tensor:
-        """Returns [B, P] bool: whether a row exists at each position.
+        """Returns [B, P] bool: whether a row exists at each of `positions`.
         Rows that do not exist must not be read, because pages are not cleared."""
         return (positions >= self.first_position) & (positions < self.length[:, None])
 

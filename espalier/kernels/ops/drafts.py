@@ -43,7 +43,7 @@ class Candidates(NamedTuple):
 
     @classmethod
     def empty(cls, root: Tensor, steps: int, topk: int) -> Candidates:
-        """Returns buffers to be written: `steps` depths with topk rows of topk candidates each."""
+        """Returns buffers to be written: `steps` depths with topk rows of topk candidates each.  root: [B]."""
         shape, device = (len(root), steps, topk, topk), root.device
         dtypes = (torch.int64, torch.float32, torch.int32)
         return cls(*(torch.empty(shape, dtype=dtype, device=device) for dtype in dtypes))

@@ -122,7 +122,7 @@ class IndexerScores(NamedTuple):
     def empty(
         cls, batch_size: int, num_queries: int, capacity: int, num_staged_rows: int, device: torch.device
     ) -> IndexerScores:
-        """Returns uninitialised scores, with strides that let a kernel load four scores at once."""
+        """Returns empty buffers; kernels can load four scores at once.  capacity: positions of a page table."""
         sizes = (capacity + num_staged_rows, -(-capacity // SCORE_GROUP_SIZE) + -(-num_staged_rows // SCORE_GROUP_SIZE))
         buffers = (
             torch.empty(batch_size, num_queries, -(-size // 16) * 16, dtype=torch.float32, device=device)[..., :size]

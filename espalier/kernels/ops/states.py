@@ -205,7 +205,7 @@ class PathRows(NamedTuple):
         return (self.row_counts,) if self.snapshot_counts is None else (self.row_counts, self.snapshot_counts)
 
     def store_states(self, table: Tensor, new_states: Tensor, snapshots: Tensor | None = None) -> None:
-        """Write `new_states` [B, ...] to the slots, and `snapshots` to their rows."""
+        """Write to table [table rows, ...]: `new_states` [B, ...] to the slots, and `snapshots` to their rows."""
         ends = self.row_counts > 0 if self.is_last_row is None else self.is_last_row
         table.index_copy_(0, self.slots.where(ends, self.spare_row), new_states)
         if snapshots is not None:

@@ -253,7 +253,7 @@ class TreePlan(NamedTuple):
 
 def choose_tree_plan(v_size: int, heads: int, block_r: int, products: ProductPrecision, processors: int) -> TreePlan:
     """Chooses the launch parameters.  heads: the heads of all requests together.  block_r: the nodes of a tree, rounded
-    up.
+    up.  processors: the GPU's multiprocessors.
 
     If there are few heads, each head's state is cut into more parts, so that all multiprocessors read.  If a tree has
     many nodes, a head's state is cut into fewer parts, because the program of each part multiplies the keys again.

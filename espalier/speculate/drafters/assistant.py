@@ -39,7 +39,7 @@ class AssistantDrafter(AutoregressiveDrafter):
         return self._run_module(rows, tokens, out.last_rows(self.layout.topk).hidden, rows.beam_levels[-1].parents)
 
     def _run_module(self, rows: TreeRows, tokens: Tensor, hidden: Tensor, parents: Tensor | None) -> DraftOutput:
-        """Runs the draft's only module over rows [B, Q], all at the root's position."""
+        """Runs the draft's only module over tokens [B, Q] at the root's position.  hidden, parents: see DraftModule."""
         at = rows.slots.prefix_len[:, None].expand(tokens.shape)
         # No row attends to another row of the draft, so no row goes to the staging buffer.
         nodes = Nodes(at, at[:, :0], at.new_zeros(*at.shape, 1))

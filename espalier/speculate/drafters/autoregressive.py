@@ -142,7 +142,7 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
         return self._module(level)(p, *feed)
 
     def _tree_feed(self, out: DraftOutput, rows: TreeRows, level: int) -> tuple[Feed, Tensor]:
-        """Returns the hidden states that feed the beams of a pass, and the ancestor bits of the beams."""
+        """Returns the beams' input hidden states and ancestor bits, to propose `level`.  out: of the pass before."""
         beams, module, topk = rows.beam_levels[-1], self._module_index(level), self.layout.topk
         feed: Feed = out.last_rows(topk).hidden, beams.parents
         bits, end = beams.ancestor_bits, self.layout.draft_rows_above(level)
@@ -193,7 +193,7 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
         is_split: bool,
         needed_row: Tensor | None = None,
     ) -> Tensor:
-        """Runs one module over the new tokens.  Each request has as many rows as `feed` has.
+        """Runs one module over the `length` [B] new tokens.  Each request has as many rows as `feed` has.
 
         Returns the output [B, W, H]; row i belongs to token prefix_len + 1 + i of `rows.slots`.  needed_row: [B], the
         only row of each request whose output is read (Pass.needed_row); None if all outputs are read."""

@@ -60,7 +60,7 @@ class OnePassDrafter(ModelDrafter[BlockModel]):
         return hidden[:, first : first + self.layout.steps]
 
     def _block_nodes(self, slots: BatchState, positions: Tensor) -> list[Nodes]:
-        """Returns, for each layer, the Nodes that say to which rows of the block a row attends."""
+        """Returns, for each layer, which rows of the block a row attends to.  positions: [B, rows of the block]."""
         # Here attention reads positions only to apply sliding windows.
         at = slots.prefix_len[:, None].expand(-1, self.block_width) if self.spec.windows_end_at_root else positions
         nodes = {
@@ -93,7 +93,7 @@ def best_paths(
     """Returns the tree of the best paths.
 
     roots: [B, 1].  logits: [B, steps, draft vocabulary].  edges: give logits that depend on the previous tokens; None
-    to use `logits`."""
+    to use `logits`.  d2t: the target id of each draft id; None if both vocabularies are the same."""
     if edges is None:
         no_scores = roots.scores.expand(-1, logits.shape[1])
         candidates = plain_candidates(

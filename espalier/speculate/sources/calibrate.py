@@ -70,7 +70,7 @@ def calibrate_scores(tree: Tree, kinds: Tensor, survival: Tensor, draft_skill: T
 
 
 def pack_nodes(tree: Tree, kinds: Tensor) -> Tensor:
-    """Returns [B, D] int64: each node packed into one number, which the host reads; VOID for roots and void nodes."""
+    """Returns [B, D] int64: each node and its kind as one number, for the host; VOID for roots and void nodes."""
     packed = (tree.tokens << TOKEN_SHIFT) + (tree.parents << PARENT_SHIFT) + (tree.depths << DEPTH_SHIFT) + kinds
     return packed.masked_fill(_is_root_or_void(tree), VOID)
 

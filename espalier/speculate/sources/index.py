@@ -64,7 +64,7 @@ class IndexSource(HostSource):
     ) -> list[tuple[int, tuple[int, ...]]]:
         """Returns (number of matching tokens, the tokens that followed) for each place with the same last tokens.
 
-        The places of longer n-grams come first."""
+        The places of longer n-grams come first.  salt: from `client_salt`, of the client whose texts are searched."""
         text, found_continuations, seen_places = np.array(last_tokens, dtype=np.int64), [], set()
         for length, table in self.ring_index_tables.items():
             if len(last_tokens) < length:
@@ -118,7 +118,7 @@ def _ngram_hash(ngram: Sequence[int], salt: int) -> int:
 
 
 def _ngram_hashes(text: np.ndarray, ngram_length: int, salt: int) -> np.ndarray:
-    """Returns [n - ngram_length + 1] uint64: the hashes of all n-grams of this length, in order."""
+    """Returns [n - ngram_length + 1] uint64: the hashes of all n-grams of text [n], in order.  salt: client_salt."""
     hashes = np.full(len(text) - ngram_length + 1, salt, dtype=np.uint64)
     for at in range(ngram_length):
         hashes = (hashes ^ text[at : at + len(hashes)].astype(np.uint64)) * HASH_FACTOR
