@@ -27,8 +27,7 @@ class CommittedRows:
     last_gathered: (the layer that was gathered last, its K and V [B, P + R, heads, size]).  The first P rows are the
     committed rows, the last R rows are the staged rows of one pass.  So a draft with one layer gathers the committed
     rows only once for all levels of a tree.
-    padded_page_rows: for each R, [B · (P + R)]: the P page rows of each request, then R times the dummy row.
-    """
+    padded_page_rows: for each R, [B · (P + R)]: the P page rows of each request, then R times the dummy row."""
 
     positions: Tensor
     exists: Tensor
@@ -84,6 +83,7 @@ class SdpaAttention(AttentionPlan):
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None, selected: Selection | None = None
     ) -> Tensor:
+        """Computes attention over committed rows and staged k, v.  selected: the rows to attend to; None: all."""
         batch, queries, heads, size = q.shape
         spec = self.specs[layer]
         kv_heads = spec.cache_spec.kv_heads
@@ -114,6 +114,7 @@ class SdpaAttention(AttentionPlan):
         return out if scales is None else times_v_scale(out, scales)
 
     def attend_committed(self, layer: int, q: Tensor) -> Tensor:
+        """Computes attention of q over only the committed rows; zeros for a query that sees none."""
         if not self.max_committed_rows:
             return q.new_zeros(*q.shape[:3], self.specs[layer].row_spec.v_size)
         planes = [plane[:0].expand(len(q), -1, -1, -1) for plane in self.pages.layers[layer]]

@@ -100,8 +100,7 @@ class Support:
         """Check that this backend can run the layers, before memory is allocated.  Raises EspalierError.
 
         lacks_first_rows: whether the layers' prefixes lack rows below Prefix.first_position.  exact_lengths: whether
-        the host knows exact lengths in every launch: without overlap, and with at most one MTP layer.
-        """
+        the host knows exact lengths in every launch: without overlap, and with at most one MTP layer."""
         if device in self.devices and self.library is not None and not self.is_installed:
             raise EspalierError(
                 f"attention={self.name} needs a library that is not installed; in the clone, run "

@@ -63,6 +63,7 @@ class TritonAttention(AttentionPlan):
         self.contiguous_blocks: dict[tuple[LayerSpec, bool], Tensor | None] = {}
 
     def attend_prefix(self, q: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """Returns attention of q [B, Q, heads, k_size] over the committed rows: out, and lse (natural log)."""
         spec = self.specs[layer]
         return self._run_kernel(spec, self.kernel_inputs(layer, q, None, self.prefix, self.splits(spec)))
 
@@ -90,6 +91,7 @@ class TritonAttention(AttentionPlan):
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None, selected: Selection | None = None
     ) -> Tensor:
+        """Computes attention over committed rows and staged k, v.  selected: the rows to attend to; None: all."""
         spec = self.specs[layer]
         if selected is None:
             return self._run_kernel(spec, self.kernel_inputs(layer, q, (k, v), self.prefix, self.splits(spec), sink))[0]
@@ -204,8 +206,7 @@ def _attend_chosen(
     to all rows of this request.  So the result of this request is equal to full attention, bit for bit.
 
     inputs: the staged rows of all requests, and the prefixes that _prefixes_within_topk returned.
-    policy: how the chosen rows are split among programs.
-    """
+    policy: how the chosen rows are split among programs."""
     counts, queries = chosen_rows.counts.flatten(), inputs.nodes.positions
     over_chosen = run_kernel(
         inputs._replace(

@@ -31,6 +31,7 @@ class TrtllmAttention(LibraryAttention):
         self.num_queries = nodes.positions.shape[1]
 
     def attend_by_library(self, q: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """Returns attention of q [B, Q, heads, k_size] over `tail_prefix`: out, and lse (natural log)."""
         spec, flat = self.specs[layer], q.flatten(0, 1)
         run = self._attend_latent if isinstance(spec.cache_spec, LatentKV) else self._attend_heads
         out, lse = run(flat, layer, spec)

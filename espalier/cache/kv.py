@@ -84,7 +84,7 @@ class StagedKV:
     def staged_planes(self, layer: int, batch: int, queries: int, width: int, first_row: int) -> tuple[Tensor, ...]:
         """Returns a layer's staged rows up to the last row of this pass: for each plane [B, first_row+Q, heads, size].
 
-        width: a request's rows in the buffer.  queries: its rows in this pass, Q.  Raises EspalierError without room."""
+        width: a request's rows in the buffer.  queries: its rows in this pass, Q.  Raises if they do not fit."""
         sizes = batch, width, first_row + queries
         sizes_of_views, views = self._views.get(layer, (None, ()))
         if sizes_of_views != sizes:

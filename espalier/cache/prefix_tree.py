@@ -143,6 +143,7 @@ class PrefixTree:
         return node
 
     def _attach_page(self, node: PageNode, page: int) -> None:
+        """Makes `page` the page of the node, with a reference of the tree."""
         if page in self._nodes:
             raise PageDefect(f"page {page} is cached already with other tokens")
         self.pool.share([page])
@@ -156,6 +157,7 @@ class PrefixTree:
         self.pool.release([page])
 
     def _replace_page(self, node: PageNode, page: int) -> None:
+        """Makes `page` the page of the node, and releases the page that it had."""
         old_page = node.page
         if self.pool.reference_count(old_page) > 1:
             self._on_page_shared(old_page, False)
@@ -177,6 +179,7 @@ class PrefixTree:
             node = node.parent
 
     def _remove_leaf(self, leaf: PageNode) -> None:
+        """Removes a node without children, and releases its page."""
         parent = leaf.parent
         assert parent is not None
         del parent.children[leaf.key]

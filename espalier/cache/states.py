@@ -260,6 +260,7 @@ def _allocate_states(
     dtype: torch.dtype,
     device: torch.device,
 ) -> LayerStateTensors:
+    """Allocates the tensors of layers with equal states.  num_rows: of the state table.  num_staged: staged nodes."""
     exact = torch.promote_types(dtype, torch.float32)
 
     def zeros(*shape: int, dtype: torch.dtype = dtype) -> Tensor:

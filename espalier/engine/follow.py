@@ -98,6 +98,7 @@ class FollowerRank:
             self.connection.send(message)
 
     def _launch(self, message: StartLaunch) -> None:
+        """Starts a launch of rank 0 on this rank too.  Launches must come in the order of their numbers."""
         if message.launch_number != self.last_launch + 1:
             raise RuntimeError(
                 f"it has taken up launch {self.last_launch}, and then got launch {message.launch_number}"

@@ -157,6 +157,7 @@ class WaitingQueue:
         return entry
 
     def _drop_if_empty(self, priority: int) -> None:
+        """Drops the queue of a priority with which no request waits."""
         if not self._by_priority[priority].num_waiting:
             del self._by_priority[priority]
 

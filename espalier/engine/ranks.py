@@ -317,6 +317,7 @@ class OtherRanks:
                 peer.is_disconnected = True
 
     def _handle_message(self, peer: Peer, message: Any) -> None:
+        """Records a message of a peer: its progress, its failure, or another message for wait_for_messages."""
         peer.silent_s, peer.has_sent_message = 0.0, True
         if isinstance(message, Heartbeat):
             peer.last_launch = message.last_launch
@@ -361,6 +362,7 @@ class OtherRanks:
         return min(causes, key=lambda cause: cause[0])[1]
 
     def _fail_all(self, failure: Exception) -> None:
+        """Sets `failure` unless it is set, kills the other ranks, and ends waits for them."""
         with self._condition:
             if self.failure is None:
                 self.failure = failure

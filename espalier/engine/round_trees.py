@@ -32,6 +32,7 @@ class RoundTrees:
         return tree
 
     def _chosen_tree(self, batch: Sequence[Request], lookup_gain: LookupGain | None) -> TreeShape | None:
+        """Returns the tree that the chooser wants; None for the layout's tree.  lookup_gain: see TreeChooser.choose."""
         if not self.layout.steps:
             return None
         if not self.runs_any_tree and any(request.masker for request in batch):

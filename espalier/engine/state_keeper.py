@@ -124,6 +124,7 @@ class StateKeeper(NoStateKeeper):
         return sorted(end for end in ends if first_row < end - self.tokens_before_end and end <= last_page_end)
 
     def max_prefill_tokens(self, request: Request) -> int:
+        """Returns the most tokens of the request that the next pass may compute, so that it reaches one snapshot."""
         left, planned = super().max_prefill_tokens(request), self._by_request[request].planned_ends
         # A pass takes at most one snapshot of a request.  So if more are planned, the pass ends at the first of them.
         return left if len(planned) < 2 else min(left, planned[0] - self.tokens_before_end - request.num_prefilled)
@@ -177,6 +178,7 @@ class StateKeeper(NoStateKeeper):
             snapshots.last_snapshot, snapshots.pending_snapshot = snapshots.pending_snapshot, None
 
     def on_pages_cached(self, request: Request, num_rows: int) -> None:
+        """Gives snapshots to the pages of the first `num_rows` rows, which are in the prefix tree now."""
         snapshots = self._by_request[request]
         self.on_decoded(request)
         taken_snapshots, snapshots.taken_snapshots, snapshots.last_snapshot = (

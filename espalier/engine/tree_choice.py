@@ -292,6 +292,7 @@ class MeasuredTreeChooser(TreeChooser):
             counts.denominator += in_flight.expected_tokens
 
     def _acceptance_of(self, tree: TreeShape) -> Acceptance:
+        """Returns the estimates for rounds with a draft pass, or for those without one."""
         return self.acceptance if tree.drafts else self.lookup_acceptance
 
     def _count_time(self, in_flight: RoundInFlight, num_rows: int) -> None:

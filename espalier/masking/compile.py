@@ -111,6 +111,7 @@ class GrammarCompiler:
         return self.submit(grammar).result()
 
     def _run_compilation(self, key: CacheKey, grammar: Grammar, future: "Future[CompiledGrammar]") -> None:
+        """Compiles a grammar in this thread and sets the result of `future`.  key: of the cache entry."""
         with self._running_compilations:
             if future.done():  # the grammar was refused while it waited for this semaphore
                 return
@@ -178,6 +179,7 @@ class GrammarCompiler:
     # With xgrammar
 
     def _compile_and_try(self, grammar: Grammar) -> CompiledGrammar:
+        """Compiles a grammar and times its masks.  Raises EspalierError if it cannot be used."""
         # Compile for single bytes first, because compiling an ambiguous grammar for all tokens may take hours.
         try_with_byte_tokens(lambda compiler: compile_with_xgrammar(compiler, grammar))
         compiler, num_bytes = self._compiler(grammar.kind == "structural_tag")

@@ -129,6 +129,7 @@ class TorchSampler(Sampler):
     def _pick(
         self, logits: Tensor, offsets: Tensor, mask: Tensor | None, drafted_ancestors: DraftedAncestors | None
     ) -> SampledTokens:
+        """Samples a token for each row of logits [B, n, V], at position first_position + offsets [B, n]."""
         if not self.sampling_features.penalised:
             drafted_ancestors = None
         elif drafted_ancestors is not None:
@@ -138,6 +139,7 @@ class TorchSampler(Sampler):
         return pick(apply_mask(logits, mask), self.params, features, positions, self._noise(offsets), drafted_ancestors)
 
     def _best_allowed_children(self, rows: DraftRows, topk: int, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Returns (ids, path scores), [B, Q, K] each, of the best children that `mask` allows; None allows all."""
         logp, ids = self._child_scores(rows, mask)
         best, index = ordered_topk(logp.float(), topk)
         return (index if ids is None else ids[index]), rows.path_scores[..., None] + best.clamp(max=0)
@@ -211,6 +213,7 @@ class KernelSampler(Sampler):
         return SampledTokens(*sampled)
 
     def _best_allowed_children(self, rows: DraftRows, topk: int, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Returns (ids, path scores), [B, Q, K] each, of the best children that `mask` allows; None allows all."""
         from espalier.kernels.tree.draft_topk import draft_topk_triton
 
         logits, d2t, offset, scores, ancestors, stride = rows
@@ -257,6 +260,7 @@ def make_sampler(
 def make_kernel_sampler(
     slots: BatchState, sampling_features: SamplingFeatures, first_position: Tensor, shares_noise: bool = True
 ) -> KernelSampler:
+    """Returns the GPU's sampler.  first_position: [B], the position of the first token that the launch may sample."""
     from espalier.kernels.sampling.logit_processors import GatheredSlots
 
     return KernelSampler(

@@ -334,6 +334,7 @@ def _value_or_default(setting: Any, default: Any) -> Any:
 
 
 def _default_dtype(device: torch.device, info: StartupInfo) -> str:
+    """Returns the dtype of a model whose dtype is not set: float32 on a CPU, else the checkpoint's."""
     if device.type == "cpu" or info.stored_dtype not in DTYPES:
         return "float32"
     return info.stored_dtype

@@ -92,6 +92,7 @@ def best_trees(trees: Sequence[TreeShape], costs: PredictedCosts, batch: int) ->
     assumed += [{**rates, tree: rates[tree] * RATE_UNCERTAINTY} for rates in assumed for tree in trees]
 
     def worst_relative_speed(kept: Sequence[TreeShape]) -> float:
+        """Returns the speed of the best tree in `kept`, relative to the best of all trees, where it is lowest."""
         return min(max(rates[tree] for tree in (*kept, PLAIN_TREE)) / max(rates.values()) for rates in assumed)
 
     counts = range(min(MIN_TREES, len(trees)), len(trees) + 1)

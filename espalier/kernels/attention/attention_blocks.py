@@ -38,8 +38,7 @@ class AttentionConstexprs(NamedTuple):
     STAGED_KIND: 0 for no staged rows, 1 for a chain, 2 for a tree.  PRECISION: input_precision of tl.dot.
     BLOCK_N, BLOCK_R: committed rows and staged rows per step.  STAGES: pipeline stages.
     FIRST_TILE_SIZE, SECOND_TILE_SIZE: how many values of a row the first and the second tile hold (RowTiles).
-    FIRST_TILE_BLOCK, SECOND_TILE_BLOCK: these sizes, rounded up to powers of two.
-    """
+    FIRST_TILE_BLOCK, SECOND_TILE_BLOCK: these sizes, rounded up to powers of two."""
 
     PAGE_SIZE: Any
     WINDOW: Any
@@ -75,8 +74,7 @@ def _attend_block(
     q_rope: the part of the queries that is multiplied with the second tile of latent rows; None for K and V heads.
     FP8 rows are converted to q's dtype, exactly.  K's FP8 scale is a factor of `scale`.  V's FP8 scale multiplies the
     result.  Every fused multiply-add is explicit, so that the results equal those of kernels/hopper/attend.py, bit for
-    bit.  If the compiler chose where to fuse, a change of another loop could change the bits.
-    """
+    bit.  If the compiler chose where to fuse, a change of another loop could change the bits."""
     PRECISION: tl.constexpr = CONSTANTS.PRECISION
     values = from_fp8(first_tile, q.dtype)
     if q_rope is None:
@@ -226,8 +224,7 @@ def attend_blocks(
 
     num_lower, num_unmasked: see count_committed_blocks (work_items.py).
     MASKED: whether some rows are at or after `end`, or before `first_position`, or outside a window.  Rows that do not
-    exist may be NaN, so they are not read.
-    """
+    exist may be NaN, so they are not read."""
     PAGE_SIZE: tl.constexpr = CONSTANTS.PAGE_SIZE
     BLOCK_N: tl.constexpr = CONSTANTS.BLOCK_N
     block_begin = begin + nth_block_index(begin_block, num_lower, num_unmasked) * BLOCK_N

@@ -94,8 +94,7 @@ def _find_threshold(
     at most 2^max_first_bin_bits keys.
     Returns (max_key, span, num_skipped_ties).  Values with keys above the returned max_key are selected.  Values with
     keys from max_key - span to max_key are ties at the threshold, of which the first num_skipped_ties are not selected.
-    So topk values are selected, or up to `num_extra` more; all values if there are fewer than topk.
-    """
+    So topk values are selected, or up to `num_extra` more; all values if there are fewer than topk."""
     span, num_in_bin, num_wanted = max_key - min_key, num_scores, tl.minimum(topk, num_scores)
     max_bin_bits = tl.full([], max_first_bin_bits, tl.uint32)
     bin_index = tl.arange(0, NUM_BINS)

@@ -26,8 +26,7 @@ class WorkPlan(NamedTuple):
 
     splits_ptr, split_starts_ptr: KVSplits.table and KVSplits.starts.  num_splits: the splits of the whole batch.
     num_tiles, queries, num_staged_rows: the numbers of query tiles, queries and staged rows of each request.
-    first_position: see Prefix.
-    """
+    first_position: see Prefix."""
 
     splits_ptr: Any
     split_starts_ptr: Any
@@ -58,8 +57,7 @@ def wait_and_count_splits(split_starts_ptr, batch, queries, USE_PDL: tl.constexp
 
     With PDL (runtime/pdl.py), a kernel triggers the start of the next kernel.  This kernel triggers the merge after its
     own wait, so the merge may read the splits before it waits (merge.py).  A large merge is triggered later, in
-    `trigger_merge`.  If a large merge started here, its programs would take multiprocessors from attention.
-    """
+    `trigger_merge`.  If a large merge started here, its programs would take multiprocessors from attention."""
     pdl_wait(USE_PDL)
     num_splits = tl.load(split_starts_ptr + batch)
     # If no request has several splits, there is nothing to merge.  The limit of 16 queries was measured (docs/log.md).

@@ -33,8 +33,7 @@ class Queries(NamedTuple):
     query, exists, position: [64].  row_positions: pointer to the positions of the request's staged rows, with stride
     row_position_stride_r.  bits: pointer to the ancestor bits of the request's queries.  bits_stride_q: the stride
     between the bits of two queries.  prefix_begin: the first position that exists.
-    first_masked_staged: the first block with staged rows that needs a mask.
-    """
+    first_masked_staged: the first block with staged rows that needs a mask."""
 
     query: Any
     exists: Any
@@ -243,8 +242,7 @@ def attend_work_item(
 
     Blocks without a mask come first.  values: the buffer of the tile that holds V, with all stages.  exchange: the
     slots through which each block's weights go to another warpgroup, or None.  blocks_done, blocks_sent: the counts
-    before this work item.
-    """
+    before this work item."""
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT_LAYOUT, k_width=2)
     max_score = gl.full([64], float("-inf"), gl.float32, layout=gl.SliceLayout(1, SCORE_LAYOUT))
     sum_weights = gl.full([64], 0.0, gl.float32, layout=gl.SliceLayout(1, SCORE_LAYOUT))

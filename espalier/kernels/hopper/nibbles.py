@@ -134,8 +134,7 @@ def _factors_of_scale_words(words, CODE: gl.constexpr, PIECE_LAYOUT: gl.constexp
 
     MXFP4: the 4 scales are exponents, which belong to two pieces of 64 columns.  The low halves of the factors belong
     to the first piece, the high halves to the second.  NVFP4: the 4 scales belong to one piece.  A half of a factor is
-    for 16 columns.
-    """
+    for 16 columns."""
     WORD: gl.constexpr = gl.DistributedLinearLayout(
         [[8, 0, 0], [0, 1, 0]], [[0, 0, 1], [0, 0, 2], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
         [[16, 0, 0], [32, 0, 0]], [], [64, 2, 4],
@@ -292,8 +291,7 @@ def nibble_product(
     row_exists: [ROWS, 1] bool.  k_begin, k_end: the first column, a multiple of 256, and the end.  int4 has groups of
     128 columns.
 
-    The copies of the first steps' codes start before the wait for the previous kernel.
-    """
+    The copies of the first steps' codes start before the wait for the previous kernel."""
     ROWS: gl.constexpr = x_places.shape[0]
     # A thread copies 16 bytes of codes at a time, and 4 or 8 bytes of scales.
     COPIED: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])

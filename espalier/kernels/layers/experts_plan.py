@@ -317,6 +317,7 @@ def choose_experts_plan(
 
 
 def _dense_experts_plan(shape: ExpertsShape, num_rows: int, dtype: torch.dtype, gpu: Chip) -> ExpertsPlan:
+    """Returns the plan of dense experts: the measured plan of the nearest size, or a plan by rule."""
     if dtype in DTYPES:
         plans = EXPERTS_TUNING.measured_plans(gpu, dtype)
         if plans:

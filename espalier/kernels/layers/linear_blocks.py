@@ -28,6 +28,7 @@ SPLIT_ROWS, PROGRAMS_PER_PROCESSOR, MAX_SPLITS, MIN_COLUMNS = 64, 2, 8, 512
 
 
 def linear_blocks(x: Tensor, weight: BlockMatrix, bias: Tensor | None) -> Tensor:
+    """Returns x · weightᵀ + bias for x [rows, in], see ops/linear.py:linear_blocks."""
     return _launch_kernel(x, weight, bias, num_splits_for(len(x), weight, chip(weight.blocks)))
 
 

@@ -57,12 +57,14 @@ MIN_PREFETCHED_LINES, PREFETCHED_STEPS = 1, 4
 def linear_quantised(
     x: InputRows, weight: QuantisedMatrix, bias: Tensor | None, plan: TritonPlan | None = None
 ) -> Tensor:
+    """Returns x · weightᵀ + bias, [rows, out] in the dtype of x, see ops/linear.py:linear_quantised."""
     return add_partial_sums.triton(linear_quantised_partial_sums(x, weight, bias, plan), x.dtype)
 
 
 def linear_quantised_partial_sums(
     x: InputRows, weight: QuantisedMatrix, bias: Tensor | None, plan: TritonPlan | None = None
 ) -> Tensor:
+    """Returns the product [rows, out]; if the plan has splits, partial sums [splits, rows, out] in float32."""
     if plan is None and (product := _library_product(x, weight, bias)) is not None:
         return product
     return _launch(x, weight, bias, quantised_plan_for(weight, x) if plan is None else plan, is_gated=False)

@@ -133,6 +133,7 @@ def _launch_kernel(
     rounded: RoundedRows | None = None,
     input_scales: InputScales | None = None,
 ) -> None:
+    """Writes x + delta to sum_out, and its norm to norm_out and `rounded`.  None: not written; delta None: 0."""
     rows, size = x.shape
     require("rms_norm: weight", weight, (size,), None, x)
     if not rows:

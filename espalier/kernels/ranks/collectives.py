@@ -149,6 +149,7 @@ class PeerCollectives:
         return self.nccl.all_gather(x)
 
     def all_reduce(self, x: Tensor) -> Tensor:
+        """Returns the sum of x [...] over the ranks."""
         rows = x.reshape(-1, x.shape[-1]) if x.ndim else x.reshape(1, 1)
         if not self.kernels.supports_all_reduce(self.memory, rows, x.dtype):
             return self.nccl.all_reduce(x)

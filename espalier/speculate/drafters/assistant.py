@@ -27,6 +27,7 @@ class AssistantDrafter(AutoregressiveDrafter):
         ModelDrafter.prepare(self, lengths)
 
     def begin(self, slots: BatchState) -> GrowTree:
+        """Runs the root's row.  Returns the function that grows the trees from its logits."""
         positions = slots.prefix_len[:, None].expand(-1, self.layout.beam_rows)
         target_rows = ModuleRows(slots, Prefix(slots.page_table, slots.prefix_len))
         rows = TreeRows(slots, positions, positions, torch.empty_like(positions), [target_rows])

@@ -73,11 +73,13 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
         )
 
     def prepare(self, lengths: CommittedLengths) -> None:
+        """lengths: how many rows of the draft's first module each request has committed."""
         # After a prefix hit, module k attends to k - 1 more cached rows than module 1 (see feeds.py).
         more = self.spec.num_modules - 1
         super().prepare(replace(lengths.with_more_rows(more), exact=False) if more else lengths)
 
     def begin(self, slots: BatchState) -> GrowTree:
+        """Computes the logits of depth 1.  Returns the function that grows the trees from them."""
         at, topk, num_modules = slots.prefix_len[:, None] + self.row_depths, self.layout.topk, self.spec.num_modules
         positions, above = at[:, topk:], at[:, : self.layout.beam_rows]
         rows = TreeRows(slots, positions, above, torch.empty_like(positions), module_rows(slots, num_modules))

@@ -44,6 +44,7 @@ class OnePassDrafter(ModelDrafter[BlockModel]):
         }
 
     def begin(self, slots: BatchState) -> GrowTree:
+        """Computes the logits of all depths.  Returns the function that grows the trees from them."""
         hidden = self._run_block(slots)
         logits = self.draft.block_logits(hidden)
         edges = None if self.draft.edge_scorer is None else self.draft.edge_scorer.score_edges(logits, hidden)

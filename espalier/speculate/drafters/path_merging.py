@@ -51,6 +51,7 @@ class PathMergingDrafter:
         self.drafter.prepare(lengths)
 
     def begin(self, slots: BatchState) -> GrowTree:
+        """Returns the function that grows the trees: those of `drafter`, or only roots, with the paths in them."""
         layout = self.layout
         if layout.drafts:
             grow = self.drafter.begin(slots)
@@ -101,6 +102,7 @@ class PathMergingDrafter:
     def extend(
         self, slots: BatchState, target_features: Tensor | None, length: Tensor, last_tokens: LastTokens | None = None
     ) -> None:
+        """Runs the draft over the new tokens.  Arguments: see Drafter.extend."""
         self.drafter.extend(slots, target_features, length, last_tokens)
 
 

@@ -28,6 +28,7 @@ class PEagleDrafter(AutoregressiveDrafter):
         self.num_known = torch.zeros(self.layout.max_batch, dtype=torch.int64, device=self.device)
 
     def begin(self, slots: BatchState) -> GrowTree:
+        """Computes the logits of all depths.  Returns the function that grows the trees from them."""
         out = self.draft.output_from_hidden(load_carried_field(slots, "hidden"))
         if self.layout.steps > 1:
             normed = torch.cat((out.normed, self._mask_rows(slots).normed), 1)

@@ -35,6 +35,7 @@ class IndexSource(HostSource):
         self.num_texts = 0
 
     def remove_request(self, request: Request) -> None:
+        """Adds the text of a request that has ended to the ring, unless it ended by an error."""
         if request.error is None and request.output:
             self.add_text(request.tokens, client_salt(request.client))
 
@@ -52,6 +53,7 @@ class IndexSource(HostSource):
                 table[_ngram_hashes(text, length, salt) % np.uint64(self.ring_size)] = places[length - 1 :]
 
     def guesses(self, request: Request, max_length: int) -> list[Guess]:
+        """Returns the continuations, in served texts of the same client, of the last tokens of the request."""
         last = (request.prompt[-MAX_MATCHING:] + request.output[-MAX_MATCHING:])[-MAX_MATCHING:]
         start = request.num_tokens - 1
         return [

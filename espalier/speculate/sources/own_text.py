@@ -63,6 +63,7 @@ class OwnTextSource(HostSource):
             self.text_by_request[request.id].add_tokens(tokens)
 
     def guesses(self, request: Request, max_length: int) -> list[Guess]:
+        """Returns the continuations, in the request's own text, of its last tokens."""
         start = request.num_tokens - 1
         return [
             Guess(start, path_kind("text", match_strength(matching)), continuation)

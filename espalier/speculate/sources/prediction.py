@@ -67,6 +67,7 @@ class PredictionSource(HostSource):
             request.num_predicted = sum(progress.has_appeared)
 
     def guesses(self, request: Request, max_length: int) -> list[Guess]:
+        """Returns the next tokens of the prediction, if the last tokens of the output agree with it."""
         progress = self.progress.get(request.id)
         # While the output does not agree with the prediction, there is nothing to guess.
         if progress is None or (request.output and not progress.num_matching):
