@@ -84,7 +84,7 @@ class StateAccess:
 
     def path_rows(self, source_rows: Tensor | None, width: int, spare_row: int) -> PathRows:
         """Returns the rows that update the states.  source_rows: [B, width], rows of the staging buffers; None if the
-        pass's own rows update the states."""
+        pass's own rows update the states.  spare_row: a table row that is never read."""
         assert self.length is not None
         continues, is_last_row = (self.continues_previous, self.is_last_row) if self.is_split else (None, None)
         snapshots = self.rows_before_snapshot, None if self.snapshots is None else self.snapshots.row

@@ -74,7 +74,8 @@ def _attend_block(
     q_rope: the part of the queries that is multiplied with the second tile of latent rows; None for K and V heads.
     FP8 rows are converted to q's dtype, exactly.  K's FP8 scale is a factor of `scale`.  V's FP8 scale multiplies the
     result.  Every fused multiply-add is explicit, so that the results equal those of kernels/hopper/attend.py, bit for
-    bit.  If the compiler chose where to fuse, a change of another loop could change the bits."""
+    bit.  If the compiler chose where to fuse, a change of another loop could change the bits.
+    max_score [M], sum_weights [M], acc [M, d]: the state of the softmax so far; the new state is returned."""
     PRECISION: tl.constexpr = CONSTANTS.PRECISION
     values = from_fp8(first_tile, q.dtype)
     if q_rope is None:

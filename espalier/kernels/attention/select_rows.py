@@ -248,7 +248,7 @@ def _select_rows_kernel(
     GROUP_SIZE: tl.constexpr, PAGE_SIZE: tl.constexpr, WORDS: tl.constexpr, WORD_BITS: tl.constexpr,
     SCORES_PER_CHUNK: tl.constexpr, NUM_BINS: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (B · Q).  Each program has its own part of the buffers group_list and row_list."""
+    """Grid: (B · Q).  A program has its own part of group_list and row_list.  num_extra: see _find_threshold."""
     pdl_trigger_and_wait(USE_PDL)
     query = tl.program_id(0).to(tl.int64)
     request = query // num_queries

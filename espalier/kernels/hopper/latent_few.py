@@ -174,7 +174,8 @@ def hopper_latent_few_kernel(
     LONGEST_FIRST: gl.constexpr, TMA_BLOCKS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     COLUMNS: gl.constexpr, USE_PDL: gl.constexpr, LOAD_REGISTERS: gl.constexpr, LOAD_WARPS: gl.constexpr,
 ):
-    """COLUMNS: columns of a product, at least HEADS.  row_scale_ptr is None, because there are no FP8 rows."""
+    """HALF, ROPE: columns of half a latent, and of the RoPE part.  STAGED_KIND: 0 for no staged rows, 1 for a chain, 2
+    for a tree.  COLUMNS: columns of a product, at least HEADS.  row_scale_ptr is None: there are no FP8 rows."""
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     CONSTANTS: gl.constexpr = HopperConstexprs(
         KV_HEADS=1, GROUP_SIZE=HEADS, PAGE_SIZE=PAGE_SIZE, WINDOW=0, STAGED_KIND=STAGED_KIND,

@@ -58,7 +58,7 @@ def _activation_kernel(
     USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """x_ptr: gate and up, or partial sums of them.  rounded_values_ptr: if not None, a program rounds a whole row to
-    FP8, in groups of GROUP_COLUMNS columns."""
+    FP8, in groups of GROUP_COLUMNS columns.  ACTIVATION_KIND to LIMIT: the fields of Activation."""
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     pdl_trigger_and_wait(USE_PDL)
     row = tl.program_id(0).to(tl.int64)

@@ -340,6 +340,7 @@ def _log_plans(key: TuningKey, plans: Mapping[MatrixSize, ExpertsPlans], sources
 
 
 def _plan_from_json(plan_json: dict[str, Any], size: MatrixSize) -> ExpertsPlan:
+    """Returns the plan that a tuning file stores as `plan_json`.  size: not read."""
     return ExpertsPlan(plan_json["rows"], ProductPlan(*plan_json["gated"]), ProductPlan(*plan_json["down"]))
 
 

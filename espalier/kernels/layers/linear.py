@@ -185,7 +185,7 @@ def write_parts(x: Tensor, weight: Tensor, bias: Tensor | None, plan: TritonPlan
 def _launch_kernel(
     x: Tensor, weight: Tensor, bias: Tensor | None, plan: TritonPlan, is_gated: bool, out: Tensor | None = None
 ) -> Tensor:
-    """is_gated: whether the kernel returns silu(gate) · up.  out: for the result or its partial sums; None: made here."""
+    """is_gated: whether the kernel returns silu(gate) · up.  out: for the result or its partial sums; None: new."""
     rows, num_in = x.shape
     splits, gpu = plan.splits, chip(x)
     _check_arguments(x, weight, bias, plan, gpu)

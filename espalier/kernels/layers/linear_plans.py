@@ -408,6 +408,7 @@ def _triton_plan_from_json(plan_json: dict[str, Any]) -> TritonPlan:
 
 
 def _plan_to_json(plan: LinearPlan) -> dict[str, Any] | None:
+    """Returns the plan as a tuning file stores it."""
     return None if plan is None else asdict(plan)
 
 
