@@ -170,7 +170,8 @@ def _plan_shared_memory(gpu: Chip, queries: int, heads: int, size: int, itemsize
 
 
 def index_scores(queries: IndexerQueries, keys: IndexerKeys, ancestor_bits: Tensor) -> IndexerScores:
-    """See ops/selection.py.  Raises EspalierError for shapes that do not agree, other dtypes, and too wide keys."""
+    """Returns the scores of all rows for each query, see ops/selection.py.
+    Raises EspalierError for shapes that do not agree, other dtypes, and too wide keys."""
     q, weights = queries
     batch, num_queries, heads, size = q.shape
     rows, capacity = keys.staged.shape[1], keys.page_table.shape[1] * keys.page_size

@@ -292,7 +292,8 @@ def _select_rows_kernel(
 
 
 def select_rows(scores: IndexerScores, length: Tensor, page_table: Tensor, page_size: int, topk: int) -> SelectedRows:
-    """See ops/selection.py.  Raises EspalierError for shapes that do not agree, and for a topk over MAX_TOPK."""
+    """Returns the rows with the topk highest scores, see ops/selection.py.  length: [B].
+    Raises EspalierError for shapes that do not agree, and for a topk over MAX_TOPK."""
     (row_scores, group_scores), capacity = scores, page_table.shape[1] * page_size
     (batch, queries, columns), device = row_scores.shape, row_scores.device
     rows, groups = columns - capacity, -(-capacity // SCORE_GROUP_SIZE) + -(-(columns - capacity) // SCORE_GROUP_SIZE)

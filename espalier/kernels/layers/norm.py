@@ -80,7 +80,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(delta: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """See ops/norm.py.  The sum equals the reference's to the bit; the norm has the tolerance of rms_norm."""
+    """Returns (residual + delta, its RMS norm).  Tolerance: none for the sum; that of rms_norm for the norm."""
     _require_delta(delta, residual)
     total, out = (torch.empty(residual.shape, dtype=residual.dtype, device=residual.device) for _ in range(2))
     _launch_kernel(residual, delta, weight, eps, total, out)

@@ -183,9 +183,9 @@ def tree_outputs(
     skip_weight: Tensor | None,
     is_delta_rule: bool,
 ) -> Tensor:
-    """See ops/states.py:tree_outputs.  rows: (k, v, gates).  Tolerance: the rounding of the operands
-    (ProductPrecision), times the condition number of I + A.  The states of later rounds are not computed from these
-    products."""
+    """Returns the output of each node, see ops/states.py:tree_outputs.  rows: (k, v, gates).
+    Tolerance: the rounding of the operands (ProductPrecision), times the condition number of I + A.  The states of
+    later rounds are not computed from these products."""
     k, v, gates = rows
     batch, count, heads, v_size = v.shape
     table, slots = state
