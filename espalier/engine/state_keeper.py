@@ -124,7 +124,7 @@ class StateKeeper(NoStateKeeper):
         return sorted(end for end in ends if first_row < end - self.tokens_before_end and end <= last_page_end)
 
     def max_prefill_tokens(self, request: Request) -> int:
-        """Returns the most tokens of the request that the next pass may compute, so that it reaches one snapshot."""
+        """Returns the most tokens of the request that the next pass may compute.  A pass takes one snapshot at most."""
         left, planned = super().max_prefill_tokens(request), self._by_request[request].planned_ends
         # A pass takes at most one snapshot of a request.  So if more are planned, the pass ends at the first of them.
         return left if len(planned) < 2 else min(left, planned[0] - self.tokens_before_end - request.num_prefilled)

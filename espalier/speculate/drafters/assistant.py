@@ -49,7 +49,7 @@ class AssistantDrafter(AutoregressiveDrafter):
     def extend(
         self, slots: BatchState, target_features: Tensor | None, length: Tensor, last_tokens: LastTokens | None = None
     ) -> None:
-        """Stores the target's features at the last of the `length` [B] new tokens, which the next round reads."""
+        """Stores row length - 1 of target_features [B, W, F], of the token before the new root, for the next round."""
         assert target_features is not None
         if last_tokens is not None:
             # After a prefill pass, only the features of each request's last token are kept.
