@@ -62,8 +62,7 @@ def choose_backends(
     groups need different backends, return one name per group, joined with NAME_SEPARATOR.
 
     configured: the name that the user set; None for "auto".  layers: indices in `specs`.  Layers that keep a recurrent
-    state instead of rows need no backend.
-    """
+    state instead of rows need no backend."""
     groups = group_layers(specs, layers_with_rows(specs, layers)) or (None,)
     names = [configured or default_backend(device, dtype, cache_spec) for cache_spec in groups]
     return names[0] if len(set(names)) == 1 else NAME_SEPARATOR.join(names)
@@ -83,8 +82,7 @@ def grouped_backend(
 
     names: the result of choose_backends.  layers: indices in `specs`.  lacks_first_rows: whether the first rows of
     every request are missing (Prefix.first_position).  exact_lengths: whether the host knows exact lengths in every
-    launch.
-    """
+    launch."""
     groups = group_layers(specs, layers_with_rows(specs, layers))
     group_names = names.split(NAME_SEPARATOR)
     group_names *= len(groups) if len(group_names) == 1 else 1

@@ -30,8 +30,7 @@ class CommittedLengths:
     max_lengths: an upper bound for each request (in a prefill pass, for each piece), in batch order; 0 for padding.
     exact: whether each bound equals the true length.  This is so in rounds without overlap.  The capture of a CUDA
     graph sets True only if the bounds are exact in every replay.
-    in_graph: whether the launch captures a CUDA graph, replays it, or is the eager run before the capture.
-    """
+    in_graph: whether the launch captures a CUDA graph, replays it, or is the eager run before the capture."""
 
     max_lengths: tuple[int, ...]
     exact: bool
@@ -70,8 +69,7 @@ class AttentionPlan:
     """Computes the attention of one pass.  Subclasses implement attend_prefix, and may override attend.
 
     pages: K and V of all layers.  specs: one LayerSpec per layer.  prefix: the committed rows of each request.
-    nodes: the queries and the staged rows of the pass.
-    """
+    nodes: the queries and the staged rows of the pass."""
 
     pages: PagedKV
     specs: Sequence[LayerSpec]
@@ -82,8 +80,7 @@ class AttentionPlan:
         """Computes attention of q [B, Q, heads, k_size] over the committed rows inside the layer's window.
 
         Returns out [B, Q, heads, v_size] and the log-sum-exp lse [B, Q, heads], natural log, float32 (float64 for a
-        float64 model).  For an empty prefix, out is 0 and lse is -inf.
-        """
+        float64 model).  For an empty prefix, out is 0 and lse is -inf."""
         raise NotImplementedError
 
     def attend(
@@ -94,14 +91,13 @@ class AttentionPlan:
         k, v: the results of the layer's `cache_spec.read`.
         sink: [heads] float32 (float64 for a float64 model), one more logit of each head's softmax, without a value.
         selected: the rows that the queries attend to, for a layer without sinks; None for all visible rows.
-        Returns out [B, Q, heads, v_size].
-        """
+        Returns out [B, Q, heads, v_size]."""
         assert selected is None, "a backend that selects attends to its selections"
         over_staged = staged_attention(self.kernel_inputs(layer, q, (k, v), *self._no_prefix))
         return merge_results(self.attend_prefix(q, layer), over_staged, sink)
 
     def attend_committed(self, layer: int, q: Tensor) -> Tensor:
-        """Computes attention over only the committed rows.  Returns zeros for an empty prefix."""
+        """Computes attention of q [B, Q, heads, k_size] over only the committed rows; zeros for an empty prefix."""
         return self.attend_prefix(q, layer)[0]
 
     def select(self, layer: int, queries: IndexerQueries, keys: Tensor) -> Selection | None:
@@ -154,8 +150,7 @@ class AttentionBackend:
     """Makes the plans of passes.  plan_class: the class of these plans.
 
     A CUDA graph may capture `plan` and the methods of the plan.  So these must not copy lengths from the device to the
-    host.
-    """
+    host."""
 
     support: Support
     plan_class: type[AttentionPlan]

@@ -37,6 +37,7 @@ def flash_attn_with_kvcache() -> Callable[..., tuple[Tensor, ...]]:
 
 class FA3Attention(LibraryAttention):
     def attend_by_library(self, q: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """Returns attention of q [B, Q, heads, k_size] over `tail_prefix`: out, and lse (natural log)."""
         spec = self.specs[layer]
         k, v = self.paged_rows(layer)
         latent_arguments = {}

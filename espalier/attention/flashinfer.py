@@ -79,11 +79,10 @@ class PassShape:
 class WrapperPlan:
     """A wrapper of the library for one shape of pass, and the wrapper's int32 buffers on the device.
 
-    Every launch writes page_starts, pages and last_page_rows.
+    Every launch writes page_starts, pages and last_page_rows.  workspace: the library's scratch memory.
     query_starts: [B + 1] on the host, the index of each request's first query.  page_starts: [B + 1], the index of each
     request's first page in `pages` [B · pages_per_request].  last_page_rows: [B], the number of rows in each request's
-    last page; for latent rows, the number of all rows of the request.
-    """
+    last page; for latent rows, the number of all rows of the request."""
 
     def __init__(self, shape: PassShape, workspace: Tensor):
         self.shape, device = shape, workspace.device
@@ -135,6 +134,7 @@ class WrapperPlan:
         return self.shape.is_split or self.shape.uses_fa3
 
     def _make_wrapper(self, workspace: Tensor, buffers: tuple[Tensor, ...]) -> Any:
+        """Returns an object of the library.  buffers: int32 tensors that it reads: query_starts to last_page_rows."""
         make = import_module("flashinfer").prefill.BatchPrefillWithPagedKVCacheWrapper
         wrapper = make(workspace, "NHD", True, *buffers, backend="fa3" if self.shape.uses_fa3 else "fa2")
         # Without splits, more programs start than the plan has entries.  The other programs read entries that no plan
@@ -155,6 +155,7 @@ class WrapperPlan:
         )
 
     def _head_sizes(self, cache_spec: CacheSpec) -> tuple[int, ...]:
+        """Returns the KV heads and the size of a head, as arguments of the library."""
         return cache_spec.kv_heads, cache_spec.k_size
 
     def _plan_options(self) -> dict[str, bool]:
@@ -179,15 +180,18 @@ class LatentWrapperPlan(WrapperPlan):
         return import_module("flashinfer").mla.BatchMLAPagedAttentionWrapper(workspace, True, *buffers)
 
     def _head_sizes(self, cache_spec: CacheSpec) -> tuple[int, ...]:
+        """Returns the sizes of the latent part and of the rotated part of a row, as arguments of the library."""
         return cache_spec.v_size, cache_spec.k_size - cache_spec.v_size
 
     def _plan_options(self) -> dict[str, bool]:
         return {}
 
     def _last_page_rows(self, num_rows: Tensor) -> Tensor:
+        """Returns all rows of each request: for latent rows, the library wants this number instead."""
         return num_rows
 
     def run(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """q: [B · Q, heads, latent + rotated].  k: latent rows.  v: the latent part of k; only its size is read."""
         size, rows = v.shape[3], k[:, :, 0]
         out = q.new_empty(*q.shape[:2], size)
         latent_and_rotated = q[..., :size], q[..., size:], rows[..., :size], rows[..., size:]
@@ -200,6 +204,7 @@ class FlashInferAttention(LibraryAttention):
         self.backend = backend
 
     def attend_by_library(self, q: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """Returns attention of q [B, Q, heads, k_size] over `tail_prefix`: out, and lse (natural log)."""
         spec, (batch, width) = self.specs[layer], self.tail_prefix.page_table.shape
         page_fields = self.num_skipped_pages, width, self.pages.page_size, self.pages.dtype
         device_fields = self.backend.lengths.exact, *device_properties(q.device)
@@ -235,6 +240,7 @@ class FlashInferBackend(AttentionBackend):
         self.eager_plans: dict[PassShape, WrapperPlan] = {}
 
     def prepare(self, lengths: CommittedLengths) -> None:
+        """Stores the lengths.  For a CUDA graph, also computes the plans of its batch size."""
         self.lengths = lengths
         if lengths.in_graph:
             for plan in self.captured_plans.get(len(lengths.max_lengths), {}).values():
@@ -271,4 +277,5 @@ def device_properties(device: torch.device) -> tuple[int, bool]:
 
 
 def num_pages(num_rows: Tensor, page_size: int) -> Tensor:
+    """Returns, for each number of rows, how many pages hold them."""
     return (num_rows + page_size - 1) // page_size

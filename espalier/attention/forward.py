@@ -72,8 +72,7 @@ class ModelCache:
         earlier pieces from the pages.  In a draft with several modules, a pass fills the rows of only one module.
         needed_row: [B] int64, see Pass.
         state_access: the recurrent states that the layers read; None if no layer of the pass keeps a state.
-        chosen_rows: the rows that run; None to run all B · Q rows.
-        """
+        chosen_rows: the rows that run; None to run all B · Q rows."""
         first_nodes = nodes if isinstance(nodes, Nodes) else nodes[0]
         positions = first_nodes.positions if positions is None else positions
         return Pass(
@@ -107,8 +106,7 @@ class ModelCache:
         """Copy staging rows `source` [N] of all layers to page rows `rows` [N].
 
         path: after a round, the slots and the lengths of their accepted paths, for layers that keep states; else None.
-        With a path, `source` has equally many rows for each slot.
-        """
+        With a path, `source` has equally many rows for each slot."""
         self.pages.commit(self.staging, source, rows)
         if self.states is not None and path is not None:
             self.states.commit(path, source.view(len(path.slots), -1))
@@ -120,8 +118,7 @@ class ChosenRows:
     pass_rows: [R] int64, ascending: the index of each chosen row among all B · Q rows.  The first row of each request
     is always chosen.
     chosen_index: [B, Q] int64: the index of each of the B · Q rows among the R chosen rows.  A row that is not chosen
-    has the index of its request's first row, and its results are not used.
-    """
+    has the index of its request's first row, and its results are not used."""
 
     pass_rows: Tensor
     chosen_index: Tensor
@@ -142,7 +139,7 @@ class ChosenRows:
         return values[0][self.chosen_index]
 
     def fill_unchosen_rows(self, planes: Sequence[Tensor]) -> None:
-        """Copies each request's first staged row over the rows that are not chosen, because these hold old data."""
+        """In each plane, copies a request's first staged row over its rows that are not chosen, which hold old data."""
         for plane in planes:
             plane[: self.chosen_index.numel()] = plane[self.pass_rows[self.chosen_index.flatten()]]
 
@@ -193,8 +190,7 @@ class Pass:
         Returns the queries of the rows whose output the layer computes: [B, Q, heads, k_size], or [B, 1, ...] with
         `needed_row`.  For a layer that keeps a state, returns the queries of all rows.  For a layer with only a
         convolution, returns the convolution's output at the rows that the layer computes, [B, Q, channels] or [B, 1,
-        channels].
-        """
+        channels]."""
         spec_index, pages, staging = self.layers[layer], self.cache.pages, self.cache.staging
         spec = self.cache.specs[spec_index]
         if self.cache.states is not None and isinstance(spec.cache_spec, RecurrentState):
@@ -219,8 +215,7 @@ class Pass:
         """Computes attention of the queries that `write` returned, over the committed and staged rows that they see.
 
         sink: see AttentionPlan.attend.  For a layer that keeps a state, sink holds factors [heads], and factor · v is
-        added to each row's output.  Returns [B, Q, heads, v_size], or [B, 1, ...] with `needed_row`.
-        """
+        added to each row's output.  Returns [B, Q, heads, v_size], or [B, 1, ...] with `needed_row`."""
         spec_index = self.layers[layer]
         batch, queries = self.tokens.shape if self.chosen_rows is None else self.chosen_rows.chosen_index.shape
         if self.cache.states is not None and isinstance(self.cache.specs[spec_index].cache_spec, RecurrentState):
@@ -284,7 +279,7 @@ class Pass:
         return (values if kept is None else values[kept]).view(len(self.tokens), -1, 1, 1)
 
     def store_rotation(self, rope: Rope, rotation: Rotation) -> None:
-        """Stores a rotation that the kernel of a linear layer has looked up (espalier/models/layers/linear.py)."""
+        """Stores cos and sin at the rows' positions.  The embedding's kernel reads them (models/layers/linear.py)."""
         self._values_at_positions[rope] = rotation
 
     @cached_property

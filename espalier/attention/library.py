@@ -52,11 +52,11 @@ class LibraryAttention(AttentionPlan):
         """Computes attention of q [B, Q, heads, k_size] over all rows of `tail_prefix`.
 
         Returns out [B, Q, heads, v_size] and lse [B, Q, heads], natural log.  For a request without rows, out must be
-        finite, and lse may have any value.  Not called for an empty batch, or if no request can have rows.
-        """
+        finite, and lse may have any value.  Not called for an empty batch, or if no request can have rows."""
         raise NotImplementedError
 
     def attend_prefix(self, q: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """Merges the library's result over `tail_prefix` with our kernels' result over the rows before it, if any."""
         spec, page_size = self.specs[layer], self.pages.page_size
         if spec.window is not None:
             return self._our_plan("all").attend_prefix(q, layer)

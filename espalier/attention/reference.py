@@ -12,6 +12,7 @@ from espalier.kernels.ops.selection import IndexerQueries
 
 class ReferenceAttention(AttentionPlan):
     def attend_prefix(self, q: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """Returns attention of q [B, Q, heads, k_size] over the committed rows: out, and lse (natural log)."""
         spec = self.specs[layer]
         positions, exists, _ = self._position_rows()
         mask = exists[:, None, :].expand(-1, q.shape[1], -1)
@@ -20,12 +21,14 @@ class ReferenceAttention(AttentionPlan):
         return self._attend_masked(q, layer, mask)
 
     def select(self, layer: int, queries: IndexerQueries, keys: Tensor) -> SelectedMask:
+        """Returns which rows each query attends to.  keys: [B, R, 1, size], the index keys of the staged rows."""
         _, exists, rows = self._position_rows()
         return self.select_by_mask(layer, queries, keys, rows, exists)
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None, selected: Selection | None = None
     ) -> Tensor:
+        """Computes attention over committed rows and staged k, v.  selected: the rows to attend to; None: all."""
         if selected is None:
             return super().attend(layer, q, k, v, sink)
         assert isinstance(selected, SelectedMask)

@@ -27,8 +27,7 @@ class CommittedRows:
     last_gathered: (the layer that was gathered last, its K and V [B, P + R, heads, size]).  The first P rows are the
     committed rows, the last R rows are the staged rows of one pass.  So a draft with one layer gathers the committed
     rows only once for all levels of a tree.
-    padded_page_rows: for each R, [B · (P + R)]: the P page rows of each request, then R times the dummy row.
-    """
+    padded_page_rows: for each R, [B · (P + R)]: the P page rows of each request, then R times the dummy row."""
 
     positions: Tensor
     exists: Tensor
@@ -75,6 +74,7 @@ class SdpaAttention(AttentionPlan):
         return CommittedRows(positions, exists, self.pages.rows(self.prefix.page_table, positions, exists))
 
     def select(self, layer: int, queries: IndexerQueries, keys: Tensor) -> SelectedMask | None:
+        """Returns which rows each query attends to; None for all.  keys: [B, R, 1, size], index keys of staged rows."""
         topk = self.specs[layer].topk
         if topk is not None and self.max_committed_rows + keys.shape[1] <= topk:
             return None
@@ -83,6 +83,7 @@ class SdpaAttention(AttentionPlan):
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None, selected: Selection | None = None
     ) -> Tensor:
+        """Computes attention over committed rows and staged k, v.  selected: the rows to attend to; None: all."""
         batch, queries, heads, size = q.shape
         spec = self.specs[layer]
         kv_heads = spec.cache_spec.kv_heads
@@ -113,6 +114,7 @@ class SdpaAttention(AttentionPlan):
         return out if scales is None else times_v_scale(out, scales)
 
     def attend_committed(self, layer: int, q: Tensor) -> Tensor:
+        """Computes attention of q over only the committed rows; zeros for a query that sees none."""
         if not self.max_committed_rows:
             return q.new_zeros(*q.shape[:3], self.specs[layer].row_spec.v_size)
         planes = [plane[:0].expand(len(q), -1, -1, -1) for plane in self.pages.layers[layer]]
@@ -129,7 +131,7 @@ class SdpaAttention(AttentionPlan):
         return self.bias_by_window[key]
 
     def _visible_rows(self, window: int | None) -> Tensor:
-        """Returns [B, Q, P] bool: the committed rows that each query sees."""
+        """Returns [B, Q, P] bool: the committed rows that each query sees.  window: None for all positions."""
         rows = self.committed_rows
         is_visible = rows.exists[:, None].expand(-1, self.nodes.positions.shape[1], -1)
         if window is not None:
@@ -146,7 +148,7 @@ def _additive_mask(is_visible: Tensor, group_size: int, dtype: torch.dtype) -> T
 def _softcap_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, softcap: float) -> Tensor:
     """Returns SDPA of q [B, kv_heads, N, size] over k, v [B, R, kv_heads, size], with logits limited to ±softcap.
 
-    PyTorch's function has no soft cap."""
+    PyTorch's function has no soft cap.  scale: a factor of logits, before the cap.  bias: added to them after it."""
     exact = torch.promote_types(q.dtype, torch.float32)
     logits = apply_softcap(q.to(exact) @ k.to(exact).permute(0, 2, 3, 1) * scale, softcap)
     return ((logits + bias).softmax(-1) @ v.to(exact).transpose(1, 2)).to(q.dtype)

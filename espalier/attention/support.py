@@ -100,8 +100,7 @@ class Support:
         """Check that this backend can run the layers, before memory is allocated.  Raises EspalierError.
 
         lacks_first_rows: whether the layers' prefixes lack rows below Prefix.first_position.  exact_lengths: whether
-        the host knows exact lengths in every launch: without overlap, and with at most one MTP layer.
-        """
+        the host knows exact lengths in every launch: without overlap, and with at most one MTP layer."""
         if device in self.devices and self.library is not None and not self.is_installed:
             raise EspalierError(
                 f"attention={self.name} needs a library that is not installed; in the clone, run "
@@ -234,12 +233,14 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def _page_sizes_text(support: Support) -> str:
+    """Returns the page sizes that the backend supports, as text for a table."""
     text = sizes_text(support.page_sizes)
     latent = support.latent_page_sizes
     return text if latent is None else f"{text}; latent rows: {sizes_text(latent)}"
 
 
 def _overlap_text(support: Support) -> str:
+    """Returns whether the backend can run with overlap, as text for a table."""
     refused = ", ".join(kind.kind for kind in support.needs_exact_lengths)
     return f"not for layers that keep {refused}" if refused else Provider.ITSELF
 

@@ -63,10 +63,12 @@ class TritonAttention(AttentionPlan):
         self.contiguous_blocks: dict[tuple[LayerSpec, bool], Tensor | None] = {}
 
     def attend_prefix(self, q: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """Returns attention of q [B, Q, heads, k_size] over the committed rows: out, and lse (natural log)."""
         spec = self.specs[layer]
         return self._run_kernel(spec, self.kernel_inputs(layer, q, None, self.prefix, self.splits(spec)))
 
     def select(self, layer: int, queries: IndexerQueries, keys: Tensor) -> SelectedRows | None:
+        """Returns the rows that each query attends to; None for all.  keys: [B, R, 1, size], of the staged rows."""
         pages, prefix, topk = self.pages, self.prefix, self.specs[layer].topk
         page_table, (batch, staged) = prefix.page_table, keys.shape[:2]
         max_rows = page_table.shape[1] * pages.page_size + staged
@@ -89,6 +91,7 @@ class TritonAttention(AttentionPlan):
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None, selected: Selection | None = None
     ) -> Tensor:
+        """Computes attention over committed rows and staged k, v.  selected: the rows to attend to; None: all."""
         spec = self.specs[layer]
         if selected is None:
             return self._run_kernel(spec, self.kernel_inputs(layer, q, (k, v), self.prefix, self.splits(spec), sink))[0]
@@ -111,6 +114,7 @@ class TritonAttention(AttentionPlan):
         return Prefix(prefix.page_table, length, prefix.first_position), splits
 
     def _run_kernel(self, spec: LayerSpec, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
+        """Returns (out, lse) of the kernel for layers with this spec, as AttentionPlan.attend_prefix does."""
         splits, queries = inputs.splits, inputs.q.shape[1]
         if _is_wide_latent(spec):
             if inputs.sink is not None:
@@ -132,6 +136,7 @@ class TritonAttention(AttentionPlan):
         return self.splits_by_policy[key]
 
     def _split_policy(self, spec: LayerSpec) -> KVSplitPolicy:
+        """Returns how layers with this spec split the committed rows."""
         (batch, queries), layout = self.nodes.positions.shape, self.pages.layout
         return self._choose_split_policy(spec, batch, queries, layout.tokens_in(layout.table_width))
 
@@ -149,6 +154,7 @@ class TritonAttention(AttentionPlan):
         )
 
     def _compute_splits(self, policy: KVSplitPolicy, window: int | None) -> KVSplits:
+        """window: the number of positions to which a query attends; None for all."""
         if window is None:
             make = partial(kv_splits.triton, self.prefix.length, self.prefix.first_position, policy)
             return self.prefix.get_or_make(policy, make)
@@ -200,8 +206,7 @@ def _attend_chosen(
     to all rows of this request.  So the result of this request is equal to full attention, bit for bit.
 
     inputs: the staged rows of all requests, and the prefixes that _prefixes_within_topk returned.
-    policy: how the chosen rows are split among programs.
-    """
+    policy: how the chosen rows are split among programs."""
     counts, queries = chosen_rows.counts.flatten(), inputs.nodes.positions
     over_chosen = run_kernel(
         inputs._replace(

@@ -31,12 +31,14 @@ class TrtllmAttention(LibraryAttention):
         self.num_queries = nodes.positions.shape[1]
 
     def attend_by_library(self, q: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """Returns attention of q [B, Q, heads, k_size] over `tail_prefix`: out, and lse (natural log)."""
         spec, flat = self.specs[layer], q.flatten(0, 1)
         run = self._attend_latent if isinstance(spec.cache_spec, LatentKV) else self._attend_heads
         out, lse = run(flat, layer, spec)
         return out.view(*q.shape[:3], spec.cache_spec.v_size), lse.view(q.shape[:3]) * LN_2
 
     def _attend_heads(self, q: Tensor, layer: int, spec: LayerSpec) -> tuple[Tensor, Tensor]:
+        """q: [B · Q, heads, k_size].  Returns out [B · Q, heads, v_size] and lse [B · Q, heads] in base 2."""
         batch = self.tail_prefix.length.shape[0]
         out_and_lse: tuple[Tensor, Tensor] = _flashinfer().prefill.trtllm_batch_context_with_kv_cache(
             q.contiguous(),
@@ -58,6 +60,7 @@ class TrtllmAttention(LibraryAttention):
         return out_and_lse
 
     def _attend_latent(self, q: Tensor, layer: int, spec: LayerSpec) -> tuple[Tensor, Tensor]:
+        """q: [B · Q, heads, k_size].  Returns out [B · Q, heads, v_size] and lse [B · Q, heads] in base 2."""
         latent, _ = self.paged_rows(layer)
         v_size = spec.cache_spec.v_size
         query_page_table = self.prefix.get_or_make(

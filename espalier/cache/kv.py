@@ -84,7 +84,7 @@ class StagedKV:
     def staged_planes(self, layer: int, batch: int, queries: int, width: int, first_row: int) -> tuple[Tensor, ...]:
         """Returns a layer's staged rows up to the last row of this pass: for each plane [B, first_row+Q, heads, size].
 
-        Raises EspalierError if the buffer is too small."""
+        width: a request's rows in the buffer.  queries: its rows in this pass, Q.  Raises if they do not fit."""
         sizes = batch, width, first_row + queries
         sizes_of_views, views = self._views.get(layer, (None, ()))
         if sizes_of_views != sizes:
@@ -95,6 +95,7 @@ class StagedKV:
         return views
 
     def _require_room(self, batch: int, queries: int, width: int, first_row: int) -> None:
+        """Raises if `batch` requests of `width` rows do not fit, or if a request's rows end after `width`."""
         if first_row + queries > width or batch * width > self.rows:
             raise EspalierError(
                 f"staging holds {self.rows} rows and this launch needs {batch} requests of {width} rows (rows "

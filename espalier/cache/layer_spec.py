@@ -80,7 +80,7 @@ class KVHeads:
 
         qkv: [N, heads + 2 · kv_heads, size], in the order q, k, v, or partial sums [splits, N, ...] of such a tensor
         (rotate_and_store).  qkv may be overwritten.  RotatedHeads are written as they are.
-        scales: the scales of FP8 planes.  Returns q [N, heads, k_size]."""
+        rotation, norms, scales (of FP8 planes): see rotate_and_store.  Returns q [N, heads, k_size]."""
         if isinstance(qkv, RotatedHeads):
             write_rows(planes, rows, (qkv.k, qkv.v), scales)
             return qkv.q
@@ -302,4 +302,5 @@ def plane_dtype(cache_spec: CacheSpec, plane: str, dtype: torch.dtype) -> torch.
 
 
 def _num_values(planes: Mapping[str, RowShape]) -> int:
+    """Returns the number of values of one row.  planes: (heads, head size) of each tensor of a row."""
     return sum(heads * size for heads, size in planes.values())

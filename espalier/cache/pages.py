@@ -80,6 +80,7 @@ class PagePool:
         return not self._reference_counts[page]
 
     def _require_held(self, page: int, verb: str) -> None:
+        """Raises if the page has no owner.  verb: what cannot be done with it, for the error text, such as "shared"."""
         if not DUMMY_PAGE < page < self.num_pages:
             raise PageDefect(f"page {page} cannot be {verb}: only pages 1 to {self.num_pages - 1} can")
         if not self._reference_counts[page]:

@@ -137,11 +137,13 @@ class PrefixTree:
         self.pool.release(pages)
 
     def _add_node(self, parent: PageNode, key: Hashable, page: int) -> PageNode:
+        """key: stands for the tokens of the page among the children of `parent`."""
         node = parent.children[key] = PageNode(page, key, parent)
         self._attach_page(node, page)
         return node
 
     def _attach_page(self, node: PageNode, page: int) -> None:
+        """Makes `page` the page of the node, with a reference of the tree."""
         if page in self._nodes:
             raise PageDefect(f"page {page} is cached already with other tokens")
         self.pool.share([page])
@@ -155,6 +157,7 @@ class PrefixTree:
         self.pool.release([page])
 
     def _replace_page(self, node: PageNode, page: int) -> None:
+        """Makes `page` the page of the node, and releases the page that it had."""
         old_page = node.page
         if self.pool.reference_count(old_page) > 1:
             self._on_page_shared(old_page, False)
@@ -176,6 +179,7 @@ class PrefixTree:
             node = node.parent
 
     def _remove_leaf(self, leaf: PageNode) -> None:
+        """Removes a node without children, and releases its page."""
         parent = leaf.parent
         assert parent is not None
         del parent.children[leaf.key]
@@ -184,6 +188,7 @@ class PrefixTree:
             self._queue_leaf(parent)
 
     def _queue_leaf(self, leaf: PageNode) -> None:
+        """Adds a node that has become a leaf to the heap of leaves to evict, if its page has no entry yet."""
         if leaf.page not in self._queued_pages:
             self._queued_pages.add(leaf.page)
             heappush(self._leaves, (leaf.last_used, leaf.page))

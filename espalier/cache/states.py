@@ -84,7 +84,7 @@ class StateAccess:
 
     def path_rows(self, source_rows: Tensor | None, width: int, spare_row: int) -> PathRows:
         """Returns the rows that update the states.  source_rows: [B, width], rows of the staging buffers; None if the
-        pass's own rows update the states."""
+        pass's own rows update the states.  spare_row: a table row that is never read."""
         assert self.length is not None
         continues, is_last_row = (self.continues_previous, self.is_last_row) if self.is_split else (None, None)
         snapshots = self.rows_before_snapshot, None if self.snapshots is None else self.snapshots.row
@@ -216,7 +216,7 @@ class PassStates:
         """Returns the rows' outputs [B, width, heads, v_size].  Must follow `write`.  In a pass without a tree, all
         tokens are decided, so this also advances the slots' states.
 
-        skip_factor: [heads], a factor of v; skip_factor · v is added to a row's output."""
+        q: from `write`.  skip_factor: [heads], a factor of v; skip_factor · v is added to a row's output."""
         rows, states = self._rows_by_layer.pop(layer), self.state_table.states[layer]
         assert states.recurrent_state is not None
         state = SlotStates(states.recurrent_state, self.state_access.slots)
@@ -260,6 +260,7 @@ def _allocate_states(
     dtype: torch.dtype,
     device: torch.device,
 ) -> LayerStateTensors:
+    """Allocates the tensors of layers with equal states.  num_rows: of the state table.  num_staged: staged nodes."""
     exact = torch.promote_types(dtype, torch.float32)
 
     def zeros(*shape: int, dtype: torch.dtype = dtype) -> Tensor:

@@ -144,6 +144,7 @@ class TreeCounts:
         self.num_accepted += num_samples * len(sample.sibling_ranks)
 
     def decay(self, factor: float) -> None:
+        """Multiplies all counts by `factor`, below 1, so that older rounds weigh less."""
         for rate in self.first_child_counts:
             rate.decay(factor)
         self.samples_by_max_depth = [factor * count for count in self.samples_by_max_depth]
@@ -198,6 +199,7 @@ class Acceptance:
             self._update_first_child_rates()
 
     def _decay(self, factor: float) -> None:
+        """Multiplies the counts of all trees by `factor`, below 1, so that older rounds weigh less."""
         for rate in self.first_child_counts:
             rate.decay(factor)
         for counts in self.counts_by_tree.values():
@@ -241,6 +243,7 @@ class Acceptance:
         self.uncounted_rounds.append(samples)
 
     def _set_expected_gains(self, tree: TreeShape) -> None:
+        """Sets `expected_gains`: for each depth, the accepted guesses that a round of `tree` is expected to give."""
         ratio = self._gain_ratio(tree)
         by_depth = gains(tree, self.first_child_rates)
         self.uncounted_tree, self.expected_gains = tree, [ratio * gain for gain in by_depth]

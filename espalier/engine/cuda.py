@@ -105,7 +105,7 @@ class CudaStagedHandle:
 
     @torch.inference_mode()
     def resume(self, guide: DraftGuideRows | None, ask_beam_masks: AskBeamMasks) -> None:
-        """Runs propose, then runs verify while the trees are copied to the host.
+        """Runs propose with the grammars' guide, then runs verify while the trees are copied to the host.
 
         All requests wait while the draft asks the host.  So it asks only if at least half of them have a grammar."""
         assert self.stages is not None
@@ -267,7 +267,7 @@ class CudaExecutor:
         return EagerStages(self.runner, self.results, packed, ALL_SAMPLING_FEATURES, batch, self.stage_memory)
 
     def copy_entry(self, host_entry: HostEntry, batch: int, prompt_logprobs: Tensor | None = None) -> Tensor | None:
-        """Copies an entry of the results ring to the host on the copy stream, while the compute stream goes on.
+        """Copies `batch` rows of a ring entry to the host on the copy stream, while the compute stream goes on.
 
         Called on the compute stream.  Returns a pinned copy of prompt_logprobs, complete after `copied_event`."""
         host_entry.written_event.record(self.stream)

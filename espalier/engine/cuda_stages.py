@@ -115,6 +115,7 @@ class StageMemory:
     def make_rows(
         self, name: str, shape: tuple[int, ...], dtype: torch.dtype, unmasked_row: Tensor | int
     ) -> GrammarRows:
+        """Returns new rows.  name: rows with the same name share memory.  unmasked_row: see GrammarRows."""
         memory, count = self.memory_by_name.get(name), prod(shape)
         if memory is None or len(memory.values) < count:
             pinned = torch.empty(count, dtype=dtype, pin_memory=self.device.type == "cuda")
@@ -144,7 +145,7 @@ def pack_side_by_side(values: np.ndarray, words: np.ndarray) -> np.ndarray:
 
 
 def unpack_side_by_side(packed: Tensor, num_values: int, num_mask_words: int) -> tuple[Tensor, Tensor]:
-    """Returns views of the values and of the words that `pack_side_by_side` put side by side."""
+    """Returns views of the values and the words in `packed`, which `pack_side_by_side` put side by side."""
     return packed[..., :num_values], packed[..., num_values:].view(torch.int32)[..., :num_mask_words]
 
 
@@ -165,7 +166,7 @@ class BeamMaskQuery:
     def new(
         cls, packed: Tensor, num_beams: int, num_tokens: int, num_mask_words: int, memory: StageMemory
     ) -> "BeamMaskQuery":
-        """Returns a question without an answer.  Until the host answers, every token may follow every beam."""
+        """Returns a question; until the host answers, every token may follow every beam.  packed: see pack_query."""
         # -1 (ALL_ALLOWED) as a forced token means that several tokens may follow; as a mask word, that all are allowed.
         shape = (len(packed), num_beams, 1 + packed_row_length(num_mask_words))
         # The questions of different tree levels have different numbers of tokens, so this number can name the memory.
@@ -190,7 +191,7 @@ class BeamMaskQuery:
 
 
 def pack_query(tokens: Tensor, ancestor_bits: Tensor) -> Tensor:
-    """Returns BeamMaskQuery.packed."""
+    """Returns BeamMaskQuery.packed from the drafted tokens [B, E] and the beams' ancestor bits [B, beams, W]."""
     return torch.cat((tokens, ancestor_bits.flatten(1)), 1)
 
 
@@ -198,6 +199,7 @@ class ProposeGraphs:
     """The CUDA graphs of a propose stage, with a question to the host after each graph except the last."""
 
     def __init__(self, graph_pool: Any, num_mask_words: int, memory: StageMemory):
+        """graph_pool: the memory pool of the CUDA graphs.  num_mask_words: the int32 words of a token mask."""
         self.graph_pool = graph_pool
         self.num_mask_words = num_mask_words
         self.memory = memory
@@ -221,6 +223,7 @@ class ProposeGraphs:
         return query.answer_tensors
 
     def replay(self, ask_beam_masks: AskBeamMasks | None) -> None:
+        """Runs the graphs.  ask_beam_masks: answers the questions between them (BeamMaskQuery.ask_host)."""
         for graph, query in zip(self.graphs, self.queries, strict=False):
             graph.replay()
             query.ask_host(ask_beam_masks)
@@ -240,6 +243,7 @@ class BeamMaskQueryRunner:
         self.graphs: ProposeGraphs | None = None
 
     def __call__(self, tokens: Tensor, ancestor_bits: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the forced tokens and masks of the beams (answer_tensors).  Arguments: see MaskBuilder.beam_masks."""
         if self.graphs is not None:
             return self.graphs.split_graph(tokens, ancestor_bits)
         packed = pack_query(tokens, ancestor_bits)
@@ -267,6 +271,7 @@ class RoundStages:
     settle: Callable[[], None]
 
     def set_guide(self, guide_rows: DraftGuideRows | None) -> None:
+        """Copies the forced tokens and masks that grammars give to the draft to `guide`; None without grammars."""
         if guide_rows is None:
             self.guide.set_rows((), None)
         else:
@@ -347,6 +352,7 @@ class EagerStages:
         return replace(stages, begin=begin, propose=propose, verify=verify, settle=settle)
 
     def _captured_propose(self, graph_pool: Any) -> ProposeGraphs:
+        """Captures the propose stage.  graph_pool: the memory pool of the CUDA graphs."""
         torch.cuda.synchronize()
         self.beam_query.graphs = graphs = ProposeGraphs(
             graph_pool, self.beam_query.num_mask_words, self.beam_query.memory
@@ -365,7 +371,7 @@ class EagerStages:
 
 
 def _capture_stage(stage: Callable[[], None], graph_pool: Any, stream: torch.cuda.Stream) -> Callable[[], None]:
-    """Captures a stage as a CUDA graph.  Returns the function that replays the graph."""
+    """Captures a stage on `stream` as a CUDA graph.  Returns the function that replays the graph."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=graph_pool, stream=stream, capture_error_mode=CAPTURE_ERROR_MODE):
         stage()

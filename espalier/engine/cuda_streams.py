@@ -23,6 +23,7 @@ IDLE_STREAMS: dict[torch.device, list[Streams]] = defaultdict(list)
 
 
 def take_streams(device: torch.device) -> Streams:
+    """Returns a pair of streams of the device that no executor uses, from IDLE_STREAMS or new."""
     idle = IDLE_STREAMS[device]
     return idle.pop() if idle else Streams(torch.cuda.Stream(device), torch.cuda.Stream(device))
 

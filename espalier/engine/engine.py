@@ -143,6 +143,7 @@ class Engine:
                 raise self.executor.failure
 
     def _read_result(self, started: StartedLaunch | None) -> None:
+        """Waits for the result of a launch and hands it to the scheduler.  None: no launch is in flight."""
         if started is None:
             return
         if self.observer is not None:

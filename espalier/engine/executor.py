@@ -178,6 +178,7 @@ class StagedRound:
         self.begun = begin(self.runner, launch.slots, self.sampling_features, launch.appended_pages, launch.snapshots)
 
     def propose(self, guide: DraftGuide | None) -> None:
+        """Drafts the trees and writes them to the ring.  guide: what grammars let the draft propose; None: all."""
         # `begun` is dropped before the stage ends, because it holds the draft's first logits, which may be large.
         begun, self.begun = self.begun, None
         assert begun is not None
@@ -188,6 +189,7 @@ class StagedRound:
         self.verified = verify(self.proposed)
 
     def settle(self, masks: Tensor) -> None:
+        """masks: [B, D, words] int32, the tokens that may follow each node (sampling/mask.py)."""
         assert self.verified is not None
         self.results.write(self.device_launch.ring_entry, settle(self.verified, masks))
 
@@ -199,6 +201,7 @@ def make_draft_guide(guide_rows: DraftGuideRows, batch: int, ask_beam_masks: Ask
     forced, masks, levels = map(torch.from_numpy, guide_rows.for_full_batch(batch))
 
     def ask_allowed_tokens(tokens: Tensor, ancestor_bits: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns forced tokens and masks of the beams.  Arguments: see AskBeamMasks."""
         forced_tokens, masks = ask_beam_masks(tokens, ancestor_bits).for_full_batch(batch)
         return torch.from_numpy(forced_tokens), torch.from_numpy(masks)
 
@@ -231,6 +234,7 @@ class CpuExecutor:
 
     @torch.inference_mode()
     def run(self, launch_input: LaunchInput) -> list[RequestResult]:
+        """Runs a launch that is not staged, and reads its results."""
         masks = None if launch_input.masks is None else torch.from_numpy(launch_input.masks)
         device_launch = self._to_device(launch_input)
         arguments = (launch_input.width, launch_input.sampling_features, launch_input.prompt_rows, masks)
@@ -245,10 +249,12 @@ class CpuExecutor:
         return staged
 
     def _runner_for(self, launch_input: LaunchInput) -> ModelRunner:
+        """Returns the runner for the tree of the launch."""
         runner = self.runner.for_tree(launch_input.tree)
         return replace(runner, trims_trees=True) if runner.layout.steps else runner
 
     def _to_device(self, launch_input: LaunchInput) -> LaunchBuffer:
+        """Prepares caches and attention for a launch.  Returns the packed launch."""
         form = launch_input.form(self.captured_passes)
         self.runner.prepare(launch_input.committed_lengths.padded_to(form.pieces or form.batch))
         self.runner.cache.before_launch(launch_input.cleared_pages, launch_input.state_copies)
@@ -256,6 +262,7 @@ class CpuExecutor:
         return packed.with_vector(torch.from_numpy(packed.vector))
 
     def read_results(self, launch_input: LaunchInput, output: RoundOutput | None) -> list[RequestResult]:
+        """Reads the results of a launch.  output: None for a staged round, which has no prompt log-probabilities."""
         batch = len(launch_input.slots)
         logprobs = None if output is None else output.prompt_logprobs
         prompt_logprobs = None if logprobs is None else pack_logprob_rows(*logprobs)
@@ -300,6 +307,7 @@ class CpuStagedHandle(CpuLaunchHandle):
 
     @torch.inference_mode()
     def _propose(self, guide: DraftGuideRows | None, ask_beam_masks: AskBeamMasks) -> HostTrees:
+        """Runs the propose stage.  Returns (tokens, parents) of each tree.  guide: None without grammars."""
         batch, results = len(self.launch_input.slots), self.executor.results
         self.begun.result().propose(None if guide is None else make_draft_guide(guide, batch, ask_beam_masks))
         return read_trees(results.columns, results.ring[0, :batch].numpy())
@@ -311,6 +319,7 @@ class CpuStagedHandle(CpuLaunchHandle):
 
     @torch.inference_mode()
     def _settle(self, masks: NodeMasks) -> list[RequestResult]:
+        """Runs the last stage.  masks: the tokens that may follow each node."""
         self.verified.result()
         staged, batch = self.begun.result(), len(self.launch_input.slots)
         nodes = staged.proposed.runner.layout.num_draft_tokens

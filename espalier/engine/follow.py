@@ -68,6 +68,7 @@ class FollowerRank:
             return FAILED_EXIT_CODE
 
     def handle_message(self, message: Any) -> None:
+        """Does what a message of rank 0 asks, such as StartLaunch.  Raises the message if it is an exception."""
         match message:
             case Exception():
                 raise message
@@ -92,10 +93,12 @@ class FollowerRank:
                 self._unload()
 
     def send(self, message: Any) -> None:
+        """Sends a message, such as FailureReport, to rank 0.  Thread-safe."""
         with self._send_lock:
             self.connection.send(message)
 
     def _launch(self, message: StartLaunch) -> None:
+        """Starts a launch of rank 0 on this rank too.  Launches must come in the order of their numbers."""
         if message.launch_number != self.last_launch + 1:
             raise RuntimeError(
                 f"it has taken up launch {self.last_launch}, and then got launch {message.launch_number}"

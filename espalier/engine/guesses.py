@@ -90,6 +90,7 @@ class GuessSources:
         return SourceGuesses(guesses, self._lookup_gain(batch, guesses))
 
     def _guesses_of(self, request: Request) -> tuple[Guess, ...]:
+        """Returns the sources' guesses for a request: at most one for each first token, at most num_sent_paths."""
         if not request.params.depth_limit(self.layout.steps):
             return ()
         width = max_guess_length(self.layout) if request.rounds_in_flight else self.layout.steps

@@ -167,7 +167,7 @@ def _padded_sizes(layout: RoundLayout, launch_input: LaunchInput, form: LaunchFo
 
 
 def _source_updates(table: SlotTable, launch_input: LaunchInput) -> dict[str, ScatterUpdate]:
-    """Returns the slot-table updates for a round's guesses, survival table and draft skills.
+    """Returns the updates of `table` (on the device) for a round's guesses, survival table and draft skills.
 
     An update may be padded with zeros.  In `survival`, these are written to kind 0, which no guess has.  In
     `draft_skill`, they are written to the dummy slot."""
@@ -197,4 +197,5 @@ def _piece_parts(launch_input: LaunchInput, form: LaunchForm) -> dict[str, np.nd
 
 
 def _aligned_size(size: int) -> int:
+    """Returns the size of a part, in int64 values, rounded up so that the next part is aligned."""
     return -(-size // PART_ALIGNMENT) * PART_ALIGNMENT

@@ -70,6 +70,8 @@ class LeadStagedHandle(LeadLaunchHandle):
     own_handle: Any  # a StagedRoundHandle
 
     def resume(self, guide: DraftGuideRows | None, ask_beam_masks: AskBeamMasks) -> None:
+        """Starts the stages on all ranks.  Only rank 0 calls `ask_beam_masks`; it sends the answers to the others."""
+
         def ask_for_all(tokens: Tensor, ancestor_bits: Tensor) -> BeamMasks:
             answer = ask_beam_masks(tokens, ancestor_bits)
             self.ranks.send(BeamAnswer(answer))

@@ -74,6 +74,7 @@ class MaskThreadPool:
         return call.results
 
     def _queue_call(self, call: "_PoolCall", num_threads: int) -> None:
+        """Gives the call to `num_threads` threads.  Starts threads if the pool has fewer."""
         for _ in range(min(num_threads, MAX_THREADS)):
             self.queue.put(call)
         while len(self.threads) < min(num_threads, MAX_THREADS):
@@ -105,6 +106,7 @@ class MaskThreadPool:
         call.has_several_threads = True
 
     def _abandon(self, thread: "_MaskThread") -> None:
+        """Gives a slow thread no more work, and lowers its priority.  The thread ends when its call returns."""
         self.threads.remove(thread)
         self.queue.abandon(thread)
         assert thread.native_id is not None

@@ -96,11 +96,12 @@ class MaskBuilder:
         self._used_s: WeakKeyDictionary[TokenMasker, float] = WeakKeyDictionary()
 
     def node_masks(self, maskers: Maskers, trees: HostTrees) -> NodeMasks:
-        """Returns the masks of the tokens that may follow each node of each tree."""
+        """Returns the masks of the tokens that may follow each node.  maskers, trees: one for each row of the batch."""
         rows = _rows_with_masker(maskers)
         masks = np.full((len(rows), len(trees[0][0]), self.num_mask_words), ALL_ALLOWED, dtype=np.int32)
 
         def fill(place: int, masker: TokenMasker) -> None:
+            """Writes the masks of request rows[place]."""
             masker.node_masks(*trees[rows[place]], masks[place])
 
         answers = self._call_maskers([maskers[row] for row in rows], fill, all_threads=True)
@@ -157,6 +158,7 @@ class MaskBuilder:
         )
 
         def masks_of(place: int, masker: TokenMasker) -> list[np.ndarray | None]:
+            """Returns a mask for each beam of request rows[place]; None as in TokenMasker.mask_after."""
             drafted, bits = tokens[rows[place]].tolist(), ancestor_bits[rows[place]].tolist()
             return [masker.mask_after([t for e, t in enumerate(drafted) if _has_bit(words, e)]) for words in bits]
 
@@ -167,6 +169,7 @@ class MaskBuilder:
         return out
 
     def _write_beam(self, out: BeamMasks, row: int, beam: int, mask: np.ndarray | None) -> None:
+        """Writes the mask of a beam of request out.rows[row].  mask: [words]; None allows all tokens."""
         if mask is None:
             return
         if self.guides_mask:
@@ -191,11 +194,13 @@ class MaskBuilder:
         all_threads: as in MaskThreadPool.run."""
 
         def ask(place: int) -> Any:
+            """place: an index in `maskers`."""
             masker = maskers[place]
             assert masker is not None
             return TOO_SLOW if masker in self.slow_maskers else call_masker(place, masker)
 
         def overrun_s(time_share_s: float) -> float:
+            """Returns the seconds that maskers not called now have used beyond `time_share_s` each."""
             others = (used for masker, used in self._used_s.items() if masker not in asked)
             return sum(max(0.0, used - time_share_s) for used in others)
 

@@ -108,6 +108,7 @@ class FairQueue:
 
 
 def _client_of(request: Request) -> str | None:
+    """Returns the client in whose queue the request waits."""
     return PREEMPTED_CLIENT if request.generation else request.client
 
 
@@ -156,10 +157,12 @@ class WaitingQueue:
         return entry
 
     def _drop_if_empty(self, priority: int) -> None:
+        """Drops the queue of a priority with which no request waits."""
         if not self._by_priority[priority].num_waiting:
             del self._by_priority[priority]
 
     def _is_valid(self, entry: QueueEntry) -> bool:
+        """Returns whether the entry is the newest of its request, and the request still waits."""
         return self._valid_numbers.get(entry.request) == entry.number
 
     def __len__(self) -> int:

@@ -305,7 +305,7 @@ class OtherRanks:
                 self._check_peers(passed)
 
     def _read_messages(self, seconds: float) -> None:
-        """Processes the messages that arrive within this time."""
+        """Processes the messages that arrive within `seconds`."""
         open_peers = {peer.connection: peer for peer in self.peers if not peer.is_disconnected}
         for ready in wait([*open_peers, self._wake_receiver], seconds):
             if ready is self._wake_receiver:
@@ -317,6 +317,7 @@ class OtherRanks:
                 peer.is_disconnected = True
 
     def _handle_message(self, peer: Peer, message: Any) -> None:
+        """Records a message of a peer: its progress, its failure, or another message for wait_for_messages."""
         peer.silent_s, peer.has_sent_message = 0.0, True
         if isinstance(message, Heartbeat):
             peer.last_launch = message.last_launch
@@ -328,6 +329,7 @@ class OtherRanks:
                 self._condition.notify_all()
 
     def _check_peers(self, elapsed_s: float) -> None:
+        """Fails all ranks if one has ended, is silent or lags.  elapsed_s: the seconds since the last check."""
         if any(peer.is_disconnected or peer.failure_report is not None for peer in self.peers):
             deadline = time.monotonic() + FAILURE_GRACE_S
             while (left := deadline - time.monotonic()) > 0 and not all(peer.is_disconnected for peer in self.peers):
@@ -360,6 +362,7 @@ class OtherRanks:
         return min(causes, key=lambda cause: cause[0])[1]
 
     def _fail_all(self, failure: Exception) -> None:
+        """Sets `failure` unless it is set, kills the other ranks, and ends waits for them."""
         with self._condition:
             if self.failure is None:
                 self.failure = failure
@@ -377,6 +380,7 @@ class OtherRanks:
 
 
 def _exit_reason(code: int | None) -> str:
+    """Returns the end of an error text that says how a process ended.  code: its exit code, -n for signal n."""
     if code is None:
         return ""
     return f" with exit code {code}" if code >= 0 else f" by {Signals(-code).name}"

@@ -105,6 +105,7 @@ class ResultsRing:
         self._write_columns(ring_entry, {"tokens": tree.tokens, "parents": tree.parents})
 
     def _write_columns(self, ring_entry: Tensor, values_by_name: dict[str, Tensor]) -> None:
+        """Writes [B, n] tensors to ring entry `ring_entry` [1].  values_by_name: by the names of ResultColumns."""
         by_column = {getattr(self.columns, name).start: values for name, values in values_by_name.items()}
         write_results(self.without_logprobs, ring_entry, by_column)
 
@@ -148,7 +149,7 @@ def read_results(
 
 
 def _own_text_paths(row: np.ndarray, width: int) -> tuple[tuple[int, tuple[int, ...]], ...]:
-    """Returns RequestResult.own_text_paths.  width: the number of int64 values of a path, its kind included."""
+    """Returns RequestResult.own_text_paths.  row: [P · width], the paths.  width: a path's values, kind included."""
     paths = row.reshape(-1, width).tolist() if row.size else []
     return tuple((kind, tuple(token for token in tokens if token != VOID)) for kind, *tokens in paths if kind > 0)
 
@@ -191,6 +192,7 @@ def _sibling_ranks(
 
 
 def _read_tree(columns: ResultColumns, row: np.ndarray, path_length: int) -> DraftTree:
+    """row: [width], a request's row of a ring entry.  path_length: the number of accepted nodes, with the root."""
     tokens, parents, depths = (row[part].tolist() for part in (columns.tokens, columns.parents, columns.depths))
     scores = row[columns.scores].astype(np.int32).view(np.float32)
     # The ring has columns for the largest tree.  Columns past this tree hold no score bits, so void nodes get -inf.
@@ -224,7 +226,7 @@ def _read_logprobs(
 def _read_prompt_logprobs(
     rows: Tensor | None, prompt_rows: PromptRows | None, batch: int
 ) -> Sequence[np.ndarray | None]:
-    """Returns RequestResult.prompt_logprobs of each request."""
+    """Returns RequestResult.prompt_logprobs of each request.  rows: [N, words], for the rows of `prompt_rows`."""
     if rows is None or prompt_rows is None:
         return (None,) * batch
     all_rows, sizes = rows.numpy(), prompt_rows.num_rows_by_request

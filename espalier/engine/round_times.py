@@ -30,9 +30,11 @@ class CpuCosts:
     uses_clock: bool = False
 
     def seconds(self, tree: TreeShape, batch: int, context: float) -> float:
+        """Returns the time of a round of `batch` requests.  context, the tokens of a request, has no effect."""
         return self.seconds_for_rows(tree, batch, batch * tree.rows)
 
     def seconds_for_rows(self, tree: TreeShape, batch: int, rows: int) -> float:
+        """Returns the time of a round whose verify pass has `rows` rows in all."""
         # A draft with depth d runs d - 1 passes over beams, and one pass over the decided tokens.
         passes = tree.extends + (tree.steps - 1 if tree.drafts and tree.steps else 0)
         return 1 + self.row_cost * (rows - 1) + self.lookup_cost * (tree.steps > 0) + self.draft_cost * passes
@@ -77,7 +79,7 @@ class RoundTimes:
         return predicted * min(ratio * MAX_PREDICTION_ERROR, 1.0) + max(ratio - MAX_PREDICTION_ERROR, 0.0) * seconds
 
     def add(self, tree: TreeShape, batch: int, context: float, seconds: float) -> None:
-        """Counts the real time of a round.  context: the mean number of tokens of a request."""
+        """Counts `seconds`, the real time of a round.  context: the mean number of tokens of a request."""
         predicted = self.costs.seconds(tree, batch, context)
         if (batch, tree) not in self.latest_ratios:
             # The expected time counts as two rounds, so that one late round does not rule the tree out.

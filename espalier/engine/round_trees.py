@@ -32,6 +32,7 @@ class RoundTrees:
         return tree
 
     def _chosen_tree(self, batch: Sequence[Request], lookup_gain: LookupGain | None) -> TreeShape | None:
+        """Returns the tree that the chooser wants; None for the layout's tree.  lookup_gain: see TreeChooser.choose."""
         if not self.layout.steps:
             return None
         if not self.runs_any_tree and any(request.masker for request in batch):
@@ -48,6 +49,7 @@ class RoundTrees:
         return self.layout.tree_without_draft if self.layout.steps and not self._num_drafting(batch) else None
 
     def _num_drafting(self, batch: Sequence[Request]) -> int:
+        """Returns how many requests of the batch can accept guesses."""
         return sum(request.params.depth_limit(self.layout.steps) > 0 for request in batch)
 
     def has_draft_rows(self, request: Request) -> bool:
@@ -55,7 +57,7 @@ class RoundTrees:
         return not self.layout.has_draft_model or request.params.depth_limit(self.layout.steps) > 0
 
     def num_verified_rows(self, tree: TreeShape | None, batch: int) -> int:
-        """Returns how many nodes a round of this tree verifies."""
+        """Returns how many nodes a round of this tree verifies.  batch: the number of requests."""
         return batch * (tree or self.layout.for_batch(batch).tree).rows
 
     def record(

@@ -136,7 +136,7 @@ class Scheduler:
         self.round_trees.record(launch.launch_input, results, max_depths, num_correct)
 
     def abort_all(self, error: str) -> None:
-        """Aborts every request and forgets the launches in flight."""
+        """Aborts every request with this error text, and forgets the launches in flight."""
         self._launches_in_flight = 0
         for request in (*self.waiting, *self.running):
             self._finish_request(request, "abort", error)

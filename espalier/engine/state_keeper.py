@@ -98,6 +98,7 @@ class StateKeeper(NoStateKeeper):
             prefix_tree.on_removed = snapshot_rows.detach
 
     def enter_slot(self, request: Request, first_row: int, num_cached_tokens: int) -> tuple[int, int]:
+        """See NoStateKeeper.enter_slot: returns the first row to compute, and the tokens that count as cached."""
         assert request.slot is not None
         # The number of cached pages whose snapshots, if they have one, are states at or before row `first_row`.
         reached = self.layout.num_full_pages(min(num_cached_tokens, first_row + self.tokens_before_end))
@@ -123,6 +124,7 @@ class StateKeeper(NoStateKeeper):
         return sorted(end for end in ends if first_row < end - self.tokens_before_end and end <= last_page_end)
 
     def max_prefill_tokens(self, request: Request) -> int:
+        """Returns the most tokens of the request that the next pass may compute.  A pass takes one snapshot at most."""
         left, planned = super().max_prefill_tokens(request), self._by_request[request].planned_ends
         # A pass takes at most one snapshot of a request.  So if more are planned, the pass ends at the first of them.
         return left if len(planned) < 2 else min(left, planned[0] - self.tokens_before_end - request.num_prefilled)
@@ -131,6 +133,7 @@ class StateKeeper(NoStateKeeper):
         return self._launch_snapshots([*map(self._snapshot_of_pass, batch, lengths)])
 
     def _snapshot_of_pass(self, request: Request, length: int) -> tuple[int, int] | None:
+        """Returns the snapshot (number of tokens, row) that a pass over `length` tokens takes; None: it takes none."""
         snapshots = self._by_request[request]
         ends, num_prefilled = snapshots.planned_ends, request.num_prefilled + length
         if not ends or ends[0] - self.tokens_before_end > num_prefilled:
@@ -145,6 +148,7 @@ class StateKeeper(NoStateKeeper):
         return self._launch_snapshots([*map(self._snapshot_of_round, batch)])
 
     def _snapshot_of_round(self, request: Request) -> tuple[int, int] | None:
+        """Returns the snapshot (number of tokens, row) that the next rounds take; None: they take none."""
         snapshots = self._by_request[request]
         if snapshots.pending_snapshot is None and self.prefix_tree is not None:
             # The next snapshot is taken after so many tokens that no round in flight can have reached this number.
@@ -174,6 +178,7 @@ class StateKeeper(NoStateKeeper):
             snapshots.last_snapshot, snapshots.pending_snapshot = snapshots.pending_snapshot, None
 
     def on_pages_cached(self, request: Request, num_rows: int) -> None:
+        """Gives snapshots to the pages of the first `num_rows` rows, which are in the prefix tree now."""
         snapshots = self._by_request[request]
         self.on_decoded(request)
         taken_snapshots, snapshots.taken_snapshots, snapshots.last_snapshot = (

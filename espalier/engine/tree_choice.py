@@ -204,6 +204,7 @@ class MeasuredTreeChooser(TreeChooser):
     def choose(
         self, batch: int, num_drafting: int, context: float, lookup_gain: LookupGain | None = None
     ) -> TreeShape | None:
+        """num_drafting: how many requests can accept guesses.  context: the mean number of tokens of a request."""
         bucket = self._bucket(next_bucket(batch))
         lookup_tree = bucket.lookup_tree
         if lookup_tree is None or self.costs.uses_clock:
@@ -260,6 +261,7 @@ class MeasuredTreeChooser(TreeChooser):
     def record(
         self, samples: Sequence[AcceptanceSample], num_rows: int, lookup_samples: Sequence[AcceptanceSample]
     ) -> None:
+        """num_rows: the number of verified rows.  lookup_samples: the samples that a round without draft would give."""
         in_flight = self._in_flight.popleft()
         self._count_time(in_flight, num_rows)
         if in_flight.lookup_gain is not None:
@@ -274,6 +276,7 @@ class MeasuredTreeChooser(TreeChooser):
     def _count_tokens(
         self, in_flight: RoundInFlight, gain: LookupGain, samples: Sequence[AcceptanceSample], num_rows: int
     ) -> None:
+        """Counts the emitted tokens of a round in token_rate and draft_tokens_by_gain_class.  gain: see LookupGain."""
         tokens = 1 + sum(len(sample.sibling_ranks) for sample in samples) / in_flight.batch
         self.token_rate.decay(1 - 1 / TOKEN_RATE_ROUNDS)
         self.token_rate.denominator += self.costs.seconds_for_rows(in_flight.tree, in_flight.batch, num_rows)
@@ -289,9 +292,11 @@ class MeasuredTreeChooser(TreeChooser):
             counts.denominator += in_flight.expected_tokens
 
     def _acceptance_of(self, tree: TreeShape) -> Acceptance:
+        """Returns the estimates for rounds with a draft pass, or for those without one."""
         return self.acceptance if tree.drafts else self.lookup_acceptance
 
     def _count_time(self, in_flight: RoundInFlight, num_rows: int) -> None:
+        """Counts the time of a round for its tree.  num_rows: the number of verified rows."""
         tree, batch, context = in_flight.tree, in_flight.batch, in_flight.context
         if not self.costs.uses_clock:
             self.times.add(tree, batch, context, self.costs.seconds_for_rows(tree, batch, num_rows))
@@ -305,6 +310,7 @@ class MeasuredTreeChooser(TreeChooser):
             self.times.add(tree, batch, context, now - max(last[1], in_flight.chosen_at))
 
     def _bucket(self, size: int) -> BucketState:
+        """Returns the state of a bucket.  size: the largest batch size of the bucket."""
         if size not in self.buckets:
             trees = self.layout.tree_choices_for(size)
             self.buckets[size] = BucketState(size, trees, trees[0])
@@ -327,6 +333,7 @@ class MeasuredTreeChooser(TreeChooser):
     def _chosen_or_explored(
         self, bucket: BucketState, drafting_share: float, context: float, trees: Sequence[TreeShape]
     ) -> TreeShape:
+        """Compares the trees if it is time to.  Returns the chosen tree, or another tree to explore."""
         bucket.rounds_since_change += 1
         bucket.rounds_to_exploration -= 1
         bucket.rounds_to_choice -= 1
@@ -403,7 +410,7 @@ class MeasuredTreeChooser(TreeChooser):
         return MIN_RIVAL_RATE if is_known else MIN_UNKNOWN_RATE
 
     def _log_if_settled(self, bucket: BucketState, context: float) -> None:
-        """Logs the chosen tree, once, when it has run for LOGGED_ROUNDS rounds."""
+        """Logs the tree, once, when it has run for LOGGED_ROUNDS rounds.  context: the mean tokens of a request."""
         tree = bucket.tree
         if bucket.rounds_since_change < LOGGED_ROUNDS or bucket.logged_tree == tree or not self.costs.uses_clock:
             return

@@ -111,6 +111,7 @@ class GrammarCompiler:
         return self.submit(grammar).result()
 
     def _run_compilation(self, key: CacheKey, grammar: Grammar, future: "Future[CompiledGrammar]") -> None:
+        """Compiles a grammar in this thread and sets the result of `future`.  key: of the cache entry."""
         with self._running_compilations:
             if future.done():  # the grammar was refused while it waited for this semaphore
                 return
@@ -135,7 +136,7 @@ class GrammarCompiler:
                 self._drop_oldest_grammars()
 
     def _give_up_waiting(self, key: CacheKey, future: "Future[CompiledGrammar]") -> None:
-        """Refuses the requests that wait for a compilation, if it still runs.  The compilation goes on."""
+        """Refuses the requests that wait for the grammar `key`, if it is still compiled.  The compilation goes on."""
         with self._lock:
             if future.done():
                 return
@@ -178,6 +179,7 @@ class GrammarCompiler:
     # With xgrammar
 
     def _compile_and_try(self, grammar: Grammar) -> CompiledGrammar:
+        """Compiles a grammar and times its masks.  Raises EspalierError if it cannot be used."""
         # Compile for single bytes first, because compiling an ambiguous grammar for all tokens may take hours.
         try_with_byte_tokens(lambda compiler: compile_with_xgrammar(compiler, grammar))
         compiler, num_bytes = self._compiler(grammar.kind == "structural_tag")
@@ -239,6 +241,7 @@ wait_at_exit(lambda thread: thread.name == THREAD_NAME)
 
 
 def _call_after(seconds: float, call: Callable[..., None], *arguments: Any) -> threading.Timer:
+    """Calls call(*arguments) in a new thread after `seconds`.  The returned timer can cancel this."""
     timer = threading.Timer(seconds, call, arguments)
     timer.daemon = True
     timer.start()

@@ -74,6 +74,7 @@ class GrammarMasker:
         return self._has_rejected
 
     def _accept(self, token_id: int) -> bool:
+        """Advances the matcher by one token.  Returns whether the grammar allows the token."""
         return token_id >= 0 and token_id not in self.special_tokens and self.matcher.accept_token(token_id)
 
     def _tail_after(self, text_tail: bytes, token_id: int) -> bytes | None:
@@ -98,6 +99,7 @@ class GrammarMasker:
         return not self.root_mask().any()
 
     def forced_tokens(self, max_tokens: int) -> ForcedTokens:
+        """Returns the tokens that must come next, at most `max_tokens`, and the mask after them if it is known."""
         forced: list[int] = []
         mask = None
         while not self.has_rejected and self.start_marker is None and not self.matcher.is_terminated():
@@ -112,6 +114,7 @@ class GrammarMasker:
         return ForcedTokens(forced, mask)
 
     def mask_after(self, path: Sequence[int]) -> np.ndarray | None:
+        """Returns the mask after the root and the tokens `path`; None if `path` is forbidden or ends the text."""
         if self.has_rejected:
             return None
         start_marker, text_tail, num_accepted, is_allowed = self.start_marker, self.text_tail, 0, True
@@ -129,6 +132,7 @@ class GrammarMasker:
         return mask
 
     def node_masks(self, tokens: Sequence[int], parents: Sequence[int], out: np.ndarray) -> None:
+        """Writes the mask after each node of a tree to `out` [D, words] int32.  parents: the index of the parent."""
         if self.has_rejected:
             out[:] = 0
         elif self.start_marker is None:
@@ -138,7 +142,7 @@ class GrammarMasker:
 
     def _fill_masks(self, nodes: list[int], tokens: Sequence[int], parents: Sequence[int], out: np.ndarray) -> None:
         """Fill the masks of `nodes`: a node and its descendants.  The matcher has read the text up to the first
-        node."""
+        node.  tokens, parents, out: see node_masks."""
         if self.matcher.is_terminated():
             return
         index_of_node = {node: i for i, node in enumerate(nodes)}
@@ -164,7 +168,7 @@ class GrammarMasker:
 
     def _fill_masks_before_marker(self, tokens: Sequence[int], parents: Sequence[int], out: np.ndarray) -> None:
         """Fill the masks of a tree whose root comes before the end of the marker.  The grammar begins below each node
-        that completes the marker."""
+        that completes the marker.  Arguments: see node_masks."""
         # For each node: the last bytes of the text up to the node; None if the node completes the marker.
         text_tails: list[bytes | None] = [self.text_tail]
         # For each node that completes the marker: the node and its descendants.

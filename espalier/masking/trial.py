@@ -114,6 +114,7 @@ def _cpu_seconds_of(call: Callable[..., Any], *arguments: Any) -> float:
 
 
 def _require_fast(is_fast: bool, num_read: int) -> None:
+    """Raises if a masker was too slow.  num_read: the bytes of the sample text that it had read."""
     if not is_fast:
         raise EspalierError(
             f"the grammar is too ambiguous: after {num_read} bytes of a sample text it takes too long to find the next "

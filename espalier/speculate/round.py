@@ -284,7 +284,7 @@ def settle(verified: VerifiedRound, mask: Tensor | None = None) -> RoundOutput:
 
 
 def sample_nodes(verified: VerifiedRound, mask: Tensor | None) -> SampledTokens:
-    """Samples the target's token at every node.  If `verified` has no logits, they are computed slice by slice."""
+    """Samples the target's token at every node.  Without `verified.logits`, computes them in slices."""
     proposed = verified.proposed
     if verified.logits is not None:
         return proposed.sampler.sample_at_nodes(verified.logits, proposed.tree, mask)

@@ -112,7 +112,7 @@ class Sampler(ABC):
         next depth.
 
         edges: give the logits of a draft whose logits at a depth depend on the tokens drafted at earlier depths.
-        depth: from 0 on; the children have position `first_position` + depth."""
+        depth: from 0 on; the children have position `first_position` + depth.  d2t: see DraftRows."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +129,7 @@ class TorchSampler(Sampler):
     def _pick(
         self, logits: Tensor, offsets: Tensor, mask: Tensor | None, drafted_ancestors: DraftedAncestors | None
     ) -> SampledTokens:
+        """Samples a token for each row of logits [B, n, V], at position first_position + offsets [B, n]."""
         if not self.sampling_features.penalised:
             drafted_ancestors = None
         elif drafted_ancestors is not None:
@@ -138,6 +139,7 @@ class TorchSampler(Sampler):
         return pick(apply_mask(logits, mask), self.params, features, positions, self._noise(offsets), drafted_ancestors)
 
     def _best_allowed_children(self, rows: DraftRows, topk: int, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Returns (ids, path scores), [B, Q, K] each, of the best children that `mask` allows; None allows all."""
         logp, ids = self._child_scores(rows, mask)
         best, index = ordered_topk(logp.float(), topk)
         return (index if ids is None else ids[index]), rows.path_scores[..., None] + best.clamp(max=0)
@@ -145,6 +147,7 @@ class TorchSampler(Sampler):
     def next_depth(
         self, edges: LowRankEdges, d2t: Tensor | None, depth: int, rows: DepthRows, out: Candidates
     ) -> DepthRows:
+        """Writes the best children of `rows` to `out`.  depth: from 0 on.  d2t: the target ids of the draft ids."""
         factors, states = edges.factors(depth, rows)
         drafted = DraftRows(edges.logits(depth, factors), d2t, depth, torch.zeros_like(rows.scores))
         children = self.best_children(drafted, out.tokens.shape[2])
@@ -176,6 +179,7 @@ class TorchSampler(Sampler):
         return scores_with_shared_noise(processed, self.params, noise), None
 
     def _noise(self, offsets: Tensor) -> Tensor | None:
+        """Returns the noise [B, n, V] at positions first_position + offsets [B, n]; None if no request samples."""
         if self.noise is None:
             return None
         batch = torch.arange(offsets.shape[0], device=offsets.device)[:, None]
@@ -193,6 +197,7 @@ class KernelSampler(Sampler):
     def _pick(
         self, logits: Tensor, offsets: Tensor, mask: Tensor | None, drafted_ancestors: DraftedAncestors | None
     ) -> SampledTokens:
+        """Samples a token for each row of logits [B, n, V], at position first_position + offsets [B, n]."""
         from espalier.kernels.sampling.pick import sample_triton
 
         first_output = 0 if drafted_ancestors is None else 1
@@ -208,6 +213,7 @@ class KernelSampler(Sampler):
         return SampledTokens(*sampled)
 
     def _best_allowed_children(self, rows: DraftRows, topk: int, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Returns (ids, path scores), [B, Q, K] each, of the best children that `mask` allows; None allows all."""
         from espalier.kernels.tree.draft_topk import draft_topk_triton
 
         logits, d2t, offset, scores, ancestors, stride = rows
@@ -219,6 +225,7 @@ class KernelSampler(Sampler):
     def next_depth(
         self, edges: LowRankEdges, d2t: Tensor | None, depth: int, rows: DepthRows, out: Candidates
     ) -> DepthRows:
+        """Writes the best children of `rows` to `out`.  depth: from 0 on.  d2t: the target ids of the draft ids."""
         from espalier.kernels.tree.edge_factors import edge_factors_triton
         from espalier.kernels.tree.edge_topk import edge_topk_triton
 
@@ -253,6 +260,7 @@ def make_sampler(
 def make_kernel_sampler(
     slots: BatchState, sampling_features: SamplingFeatures, first_position: Tensor, shares_noise: bool = True
 ) -> KernelSampler:
+    """Returns the GPU's sampler.  first_position: [B], the position of the first token that the launch may sample."""
     from espalier.kernels.sampling.logit_processors import GatheredSlots
 
     return KernelSampler(

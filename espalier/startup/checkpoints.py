@@ -44,6 +44,7 @@ def require_names(names_by_setting: Mapping[str, str | PathLike[str]]) -> None:
 
 
 def _find_checkpoint(setting: str, name: str | PathLike[str], bundled_path: Path, file_patterns: list[str]) -> Path:
+    """Returns a checkpoint's directory.  setting: the config field.  name: its value, a path, Hub id or 'bundled'."""
     if str(name) == BUNDLED:
         if not (bundled_path / "config.json").exists():
             raise EspalierError(
@@ -55,7 +56,7 @@ def _find_checkpoint(setting: str, name: str | PathLike[str], bundled_path: Path
 
 def _local_checkpoint(setting: str, name: str | PathLike[str]) -> Path | None:
     """Returns the directory or GGUF file `name`; None if there is no such path and `name` may be a Hugging Face id.
-    Raises EspalierError if `name` cannot be an id, or if the path is not a checkpoint."""
+    setting: for errors.  Raises EspalierError if `name` cannot be an id, or if the path is not a checkpoint."""
     path = Path(name).expanduser()
     if (gguf := _gguf_file(setting, path)) is not None:
         return gguf
@@ -119,6 +120,7 @@ def _holds_gguf(path: Path) -> bool:
 
 
 def _may_be_hub_id(name: str) -> bool:
+    """Returns whether the name has the form owner/repository."""
     owner, _, repository = name.partition("/")
     return bool(owner and repository) and "/" not in repository and not name.startswith((".", "~"))
 

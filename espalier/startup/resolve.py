@@ -115,7 +115,7 @@ def choose_device(config: EngineConfig) -> torch.device:
 
 
 def _device_named(name: str) -> torch.device:
-    """Returns the user's device.  Raises EspalierError if it does not exist or is too old."""
+    """Returns the user's device, such as "cuda:1".  Raises EspalierError if it does not exist or is too old."""
     device: torch.device | None = None
     with suppress(RuntimeError):
         device = torch.device(name)
@@ -221,7 +221,7 @@ def choose_algorithm(config: EngineConfig, draft_algorithm: str | None) -> str:
 def resolve(
     config: EngineConfig, model: str, draft: str | None, spec: DraftSpec, device: torch.device, info: StartupInfo
 ) -> ResolvedConfig:
-    """Returns the configuration with each "auto" resolved.  Raises EspalierError if settings do not fit together."""
+    """Returns the configuration with each "auto" resolved.  model, draft: paths.  Raises EspalierError on conflicts."""
     defaults, dtype = DEVICE_DEFAULTS[device.type], _value_or_default(config.dtype, _default_dtype(device, info))
     kv_dtype, draft_kv_dtype = _kv_dtypes(config, dtype, info)
     own, drafts = (info.layer_specs[layers.start : layers.stop] for layers in (info.target_layers, info.draft_layers))
@@ -334,6 +334,7 @@ def _value_or_default(setting: Any, default: Any) -> Any:
 
 
 def _default_dtype(device: torch.device, info: StartupInfo) -> str:
+    """Returns the dtype of a model whose dtype is not set: float32 on a CPU, else the checkpoint's."""
     if device.type == "cpu" or info.stored_dtype not in DTYPES:
         return "float32"
     return info.stored_dtype

@@ -130,6 +130,7 @@ def pass_weights(target: ModelConfig, draft: DraftConfig | None, stored_bytes: i
 
 
 def _count_weights(target: ModelConfig, draft: DraftConfig | None) -> PassWeights:
+    """Returns the numbers of weights and row values that a pass reads.  draft: None without a draft model."""
     specs = layer_specs_of(target)
     experts = target.experts
     routing = target.probe_result or (None if experts is None else experts.routing)

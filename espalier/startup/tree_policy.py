@@ -50,9 +50,11 @@ class PredictedCosts:
     uses_clock: bool = True
 
     def seconds(self, tree: TreeShape, batch: int, context: float) -> float:
+        """Returns the time of a round of `batch` requests.  context: the mean number of tokens of a request."""
         return self.weights.round_seconds(tree, batch, self.chip, context)
 
     def seconds_for_rows(self, tree: TreeShape, batch: int, rows: int) -> float:
+        """Must not be called: on a GPU, a clock measures the times of rounds."""
         raise NotImplementedError
 
 
@@ -82,7 +84,7 @@ def tree_sets(
 
 def best_trees(trees: Sequence[TreeShape], costs: PredictedCosts, batch: int) -> tuple[TreeShape, ...]:
     """Returns plain decoding and the smallest set of trees that is good enough (MIN_TREES, MIN_SET_RATE), in order of
-    predicted speed."""
+    predicted speed.  batch: the number of requests."""
     all_trees = (*trees, PLAIN_TREE)
     measured, *assumed = (
         _token_rates(all_trees, costs, batch, rate) for rate in (FIRST_CHILD_RATES[0], *POSSIBLE_RATES)
@@ -90,6 +92,7 @@ def best_trees(trees: Sequence[TreeShape], costs: PredictedCosts, batch: int) ->
     assumed += [{**rates, tree: rates[tree] * RATE_UNCERTAINTY} for rates in assumed for tree in trees]
 
     def worst_relative_speed(kept: Sequence[TreeShape]) -> float:
+        """Returns the speed of the best tree in `kept`, relative to the best of all trees, where it is lowest."""
         return min(max(rates[tree] for tree in (*kept, PLAIN_TREE)) / max(rates.values()) for rates in assumed)
 
     counts = range(min(MIN_TREES, len(trees)), len(trees) + 1)
@@ -235,6 +238,7 @@ def parse_trees(table: Mapping[Any, Any], source: str) -> TreesByBatch:
 
 
 def _read_num_requests(key: Any, source: str) -> int:
+    """key: a key of the table of trees.  source: the file or setting that has the table, for the error text."""
     try:
         require_int("", count := whole_number(str(key)), 1)
     except ValueError:
@@ -244,6 +248,7 @@ def _read_num_requests(key: Any, source: str) -> int:
 
 
 def _read_tree(value: Any, source: str) -> TreeShape:
+    """value: a tree as JSON has it.  source: the file or setting that has the table, for the error text."""
     if not isinstance(value, Mapping):
         raise EspalierError(f"{source}: {value!r} is not a tree; use an object, as in {EXAMPLE_TABLE}")
     for name in value:

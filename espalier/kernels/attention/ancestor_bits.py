@@ -74,7 +74,7 @@ def visible_mask(ancestor_bits: Tensor | None, positions: Tensor, row_positions:
     """Returns [B, Q, R] bool: the staged rows that each query sees, inside the window.
 
     A query of a tree sees the rows of its ancestor bits.  Without ancestor bits (a chain), a query sees all rows up to
-    its own."""
+    its own.  positions: [B, Q]."""
     num_rows = row_positions.shape[1]
     if ancestor_bits is None:
         order = torch.arange(num_rows, device=positions.device)

@@ -38,8 +38,7 @@ class AttentionConstexprs(NamedTuple):
     STAGED_KIND: 0 for no staged rows, 1 for a chain, 2 for a tree.  PRECISION: input_precision of tl.dot.
     BLOCK_N, BLOCK_R: committed rows and staged rows per step.  STAGES: pipeline stages.
     FIRST_TILE_SIZE, SECOND_TILE_SIZE: how many values of a row the first and the second tile hold (RowTiles).
-    FIRST_TILE_BLOCK, SECOND_TILE_BLOCK: these sizes, rounded up to powers of two.
-    """
+    FIRST_TILE_BLOCK, SECOND_TILE_BLOCK: these sizes, rounded up to powers of two."""
 
     PAGE_SIZE: Any
     WINDOW: Any
@@ -76,7 +75,7 @@ def _attend_block(
     FP8 rows are converted to q's dtype, exactly.  K's FP8 scale is a factor of `scale`.  V's FP8 scale multiplies the
     result.  Every fused multiply-add is explicit, so that the results equal those of kernels/hopper/attend.py, bit for
     bit.  If the compiler chose where to fuse, a change of another loop could change the bits.
-    """
+    max_score [M], sum_weights [M], acc [M, d]: the state of the softmax so far; the new state is returned."""
     PRECISION: tl.constexpr = CONSTANTS.PRECISION
     values = from_fp8(first_tile, q.dtype)
     if q_rope is None:
@@ -188,7 +187,7 @@ def load_rows(pointer, offsets, row_exists, MASKED: tl.constexpr, ROW_SIZE: tl.c
 # fmt: off
 @kernel
 def _load_tiles(tiles, row, row_exists, MASKED: tl.constexpr, CONSTANTS: tl.constexpr):
-    """Returns (first tile, second tile) of the rows whose indices are `row` [N]."""
+    """Returns (first tile, second tile) of the rows whose indices are `row` [N].  tiles: where the tiles begin."""
     first_rows, second_rows = row * tiles.first_tile_stride, row * tiles.second_tile_stride
     first = load_rows(
         tiles.first_tile_ptr, first_rows, row_exists, MASKED, CONSTANTS.FIRST_TILE_SIZE, CONSTANTS.FIRST_TILE_BLOCK,
@@ -226,8 +225,7 @@ def attend_blocks(
 
     num_lower, num_unmasked: see count_committed_blocks (work_items.py).
     MASKED: whether some rows are at or after `end`, or before `first_position`, or outside a window.  Rows that do not
-    exist may be NaN, so they are not read.
-    """
+    exist may be NaN, so they are not read."""
     PAGE_SIZE: tl.constexpr = CONSTANTS.PAGE_SIZE
     BLOCK_N: tl.constexpr = CONSTANTS.BLOCK_N
     block_begin = begin + nth_block_index(begin_block, num_lower, num_unmasked) * BLOCK_N

@@ -158,7 +158,7 @@ def _index_scores_kernel(
 
 def _plan_shared_memory(gpu: Chip, queries: int, heads: int, size: int, itemsize: int) -> SharedMemoryPlan:
     """Returns a program's shared memory plan.  The plan does not change the bits, because a score is a sum over the
-    heads of one query."""
+    heads of one query.  size: values of a head.  itemsize: bytes of a value."""
     block_heads, row_bytes = max(next_power_of_2(heads), 16), max(next_power_of_2(size), 16) * itemsize
     max_columns = MAX_PRODUCT_COLUMNS if itemsize == 2 else MAX_FLOAT32_PRODUCT_COLUMNS
     free_rows = (gpu.shared_memory_per_program(PROGRAMS_PER_PROCESSOR) - STAGES * BLOCK_N * row_bytes) // row_bytes
@@ -170,7 +170,8 @@ def _plan_shared_memory(gpu: Chip, queries: int, heads: int, size: int, itemsize
 
 
 def index_scores(queries: IndexerQueries, keys: IndexerKeys, ancestor_bits: Tensor) -> IndexerScores:
-    """See ops/selection.py.  Raises EspalierError for shapes that do not agree, other dtypes, and too wide keys."""
+    """Returns the scores of all rows for each query, see ops/selection.py.
+    Raises EspalierError for shapes that do not agree, other dtypes, and too wide keys."""
     q, weights = queries
     batch, num_queries, heads, size = q.shape
     rows, capacity = keys.staged.shape[1], keys.page_table.shape[1] * keys.page_size

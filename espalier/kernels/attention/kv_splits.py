@@ -49,7 +49,8 @@ def _kv_splits_kernel(
     WINDOW: tl.constexpr, STEP: tl.constexpr, MIN_ROWS: tl.constexpr, MAX_ROWS: tl.constexpr, BLOCK_B: tl.constexpr,
     BLOCK_Q: tl.constexpr,
 ):  # fmt: skip
-    """One program computes the splits of all requests.  MIN_ROWS, MAX_ROWS: see KVSplitPolicy."""
+    """One program computes the splits of all requests.  MIN_ROWS, MAX_ROWS: see KVSplitPolicy.  WINDOW: 0 for none.
+    STEP: the rows of a split are a multiple of it.  BLOCK_B: at least the batch.  BLOCK_Q: queries read at a time."""
     request = tl.arange(0, BLOCK_B)
     request_exists = request < batch
     length = tl.load(length_ptr + request * length_stride_b, mask=request_exists, other=0).to(tl.int32)
@@ -101,7 +102,7 @@ def _kv_splits_kernel(
 def kv_splits(
     length: Tensor, first_position: int, policy: KVSplitPolicy, positions: Tensor | None = None, window: int = 0
 ) -> KVSplits:
-    """The launcher of ops/selection.py:kv_splits.  positions: of the queries, read only with a window."""
+    """The launcher of ops/selection.py:kv_splits.  length: [B].  positions: of queries, for a window."""
     batch = length.shape[0]
     require("splits' length", length, (-1,), torch.int64, length)
     table = torch.empty(batch * policy.max_splits, SPLIT_COLUMNS, dtype=torch.int32, device=length.device)

@@ -72,7 +72,8 @@ def _latent_attention_kernel(
     USE_PDL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_ROPE: tl.constexpr,
 ):
-    """queries, rows: numbers of queries and staged rows per request.  row_ptr: pages.  row_scale_ptr: the FP8 scale."""
+    """queries, rows: numbers of queries and staged rows per request.  row_ptr: pages.  row_scale_ptr: the FP8 scale.
+    STAGED_KIND: 0 for no staged rows, 1 for a chain, 2 for a tree.  LONGEST_FIRST: see tile_and_kv_head."""
     CONSTANTS: tl.constexpr = AttentionConstexprs(
         PAGE_SIZE, 0, 0, STAGED_KIND, PRECISION, STAGES, BLOCK_N, BLOCK_R, V_SIZE, ROPE_SIZE, BLOCK_V, BLOCK_ROPE
     )
@@ -183,6 +184,7 @@ def _launch_kernel(
 
 
 def _constexpr_arguments(config: TritonConfig, size: int, v_size: int, dtype: torch.dtype) -> dict[str, Any]:
+    """size: the values of a latent row.  v_size: those of its first part, which is V."""
     block_v, block_rope = latent_tile_widths(size, v_size)
     sizes = {"V_SIZE": v_size, "ROPE_SIZE": size - v_size, "BLOCK_V": block_v, "BLOCK_ROPE": block_rope}
     return config.constexpr_arguments(dtype) | sizes

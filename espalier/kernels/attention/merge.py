@@ -51,7 +51,8 @@ def _merge_two_results_kernel(
 
 
 def merge_results(first_result: OutAndLse, second_result: OutAndLse, sink: Tensor | None = None) -> Tensor:
-    """See ops/attention.py.  Equals the reference up to one rounding.  Raises EspalierError if shapes do not agree."""
+    """Merges attention results over two sets of keys, see ops/attention.py.  sink: [heads] or None.
+    Equals the reference up to one rounding.  Raises EspalierError if shapes do not agree."""
     shape = tuple(first_result[0].shape)
     heads, v_size = shape[-2:]
     require("merge's second part", second_result[0], shape, None, first_result[0])

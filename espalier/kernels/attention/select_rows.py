@@ -94,8 +94,7 @@ def _find_threshold(
     at most 2^max_first_bin_bits keys.
     Returns (max_key, span, num_skipped_ties).  Values with keys above the returned max_key are selected.  Values with
     keys from max_key - span to max_key are ties at the threshold, of which the first num_skipped_ties are not selected.
-    So topk values are selected, or up to `num_extra` more; all values if there are fewer than topk.
-    """
+    So topk values are selected, or up to `num_extra` more; all values if there are fewer than topk."""
     span, num_in_bin, num_wanted = max_key - min_key, num_scores, tl.minimum(topk, num_scores)
     max_bin_bits = tl.full([], max_first_bin_bits, tl.uint32)
     bin_index = tl.arange(0, NUM_BINS)
@@ -249,7 +248,7 @@ def _select_rows_kernel(
     GROUP_SIZE: tl.constexpr, PAGE_SIZE: tl.constexpr, WORDS: tl.constexpr, WORD_BITS: tl.constexpr,
     SCORES_PER_CHUNK: tl.constexpr, NUM_BINS: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (B · Q).  Each program has its own part of the buffers group_list and row_list."""
+    """Grid: (B · Q).  A program has its own part of group_list and row_list.  num_extra: see _find_threshold."""
     pdl_trigger_and_wait(USE_PDL)
     query = tl.program_id(0).to(tl.int64)
     request = query // num_queries
@@ -293,7 +292,8 @@ def _select_rows_kernel(
 
 
 def select_rows(scores: IndexerScores, length: Tensor, page_table: Tensor, page_size: int, topk: int) -> SelectedRows:
-    """See ops/selection.py.  Raises EspalierError for shapes that do not agree, and for a topk over MAX_TOPK."""
+    """Returns the rows with the topk highest scores, see ops/selection.py.  length: [B].
+    Raises EspalierError for shapes that do not agree, and for a topk over MAX_TOPK."""
     (row_scores, group_scores), capacity = scores, page_table.shape[1] * page_size
     (batch, queries, columns), device = row_scores.shape, row_scores.device
     rows, groups = columns - capacity, -(-capacity // SCORE_GROUP_SIZE) + -(-(columns - capacity) // SCORE_GROUP_SIZE)

@@ -58,8 +58,7 @@ def _load_queries(q_ptr, offsets, query_exists, FP8: tl.constexpr, HEAD_SIZE: tl
 
     Converting two FP8 values takes one instruction to float16, and four to bfloat16 (docs/design.md).  Queries that are
     too large for float16 become NaN, so that the request fails.  Infinite queries could give scores of -inf, which
-    would count as masked rows.
-    """
+    would count as masked rows."""
     q = load_rows(q_ptr, offsets, query_exists, True, HEAD_SIZE, BLOCK)
     if FP8 and q.dtype == tl.bfloat16:
         values = q.to(tl.float32)
@@ -81,7 +80,7 @@ def _tree_attention_kernel(
     LONGEST_FIRST: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, USE_PDL: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):
-    """queries, rows: numbers of queries and staged rows per request.  partial_ptr, partial_lse_ptr: PartialResults."""
+    """queries, rows: queries and staged rows of a request.  STAGED_KIND: 0 for no staged rows, 1 a chain, 2 a tree."""
     CONSTANTS: tl.constexpr = AttentionConstexprs(
         PAGE_SIZE, WINDOW, SOFTCAP, STAGED_KIND, PRECISION, STAGES, BLOCK_N, BLOCK_R, K_SIZE, V_SIZE, BLOCK_K, BLOCK_V
     )
@@ -212,6 +211,7 @@ def _launch_kernel(
 
 
 def _constexpr_arguments(config: TritonConfig, k_size: int, v_size: int, dtype: torch.dtype) -> dict[str, Any]:
+    """k_size, v_size: the values of a head of K and of V."""
     block_k, block_v = (max(16, next_power_of_2(size)) for size in (k_size, v_size))
     return config.constexpr_arguments(dtype) | {
         "K_SIZE": k_size,
@@ -236,6 +236,7 @@ def _check_inputs(inputs: AttentionInputs) -> AttentionInputs:
 
 
 def staged_attention(inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
+    """Returns (out, lse) of attention over the staged rows alone, see ops/attention.py:staged_attention."""
     assert inputs.staged is not None
     k, v = inputs.staged
     # The pages are not read.  One staged row takes their place, so that all page sizes share one compiled kernel.

@@ -19,8 +19,7 @@ class TritonConfig:
 
     block_m: packed queries of a tile (queries times the heads of one KV head).  block_n: committed rows per step.
     block_r: staged rows per step.  num_stages: pipeline stages.  programs_per_processor: programs of the persistent
-    grid per multiprocessor.
-    """
+    grid per multiprocessor."""
 
     block_m: int
     block_n: int
@@ -45,8 +44,7 @@ class TritonConfig:
 
         k_bytes, v_bytes: bytes of one row of K and of V.  A latent row counts as K, with v_bytes 0.  q_bytes: bytes of
         one query; None: k_bytes.
-        From Hopper on, a product reads its weights from registers, and each stage needs a separate buffer.
-        """
+        From Hopper on, a product reads its weights from registers, and each stage needs a separate buffer."""
         step, q_bytes = self.block_n * (k_bytes + v_bytes), k_bytes if q_bytes is None else q_bytes
         if self.block_m >= 64 and gpu.capability >= (9, 0):
             return self.block_m * q_bytes + self.num_stages * step
@@ -68,8 +66,7 @@ def choose_triton_config(
     A chip with less shared memory gets fewer stages, then fewer rows per step.  Heads of more than 256 values were not
     measured.  For such heads, a tile has so few queries that few registers spill.
     packed_queries: queries times heads of one KV head.  rows: staged rows.  fp8: whether the rows of K and V are FP8.
-    one_wave: whether all splits run at the same time, as in a small batch.  Then each split should end soon.
-    """
+    one_wave: whether all splits run at the same time, as in a small batch.  Then each split should end soon."""
     k_bytes, v_bytes = (max(16, next_power_of_2(size)) * dtype.itemsize for size in (k_size, v_size))
     q_bytes, is_large, is_wide = k_bytes, k_bytes + v_bytes > 512, max(k_size, v_size) > 256
     if dtype == torch.float32:

@@ -26,8 +26,7 @@ class WorkPlan(NamedTuple):
 
     splits_ptr, split_starts_ptr: KVSplits.table and KVSplits.starts.  num_splits: the splits of the whole batch.
     num_tiles, queries, num_staged_rows: the numbers of query tiles, queries and staged rows of each request.
-    first_position: see Prefix.
-    """
+    first_position: see Prefix."""
 
     splits_ptr: Any
     split_starts_ptr: Any
@@ -58,8 +57,7 @@ def wait_and_count_splits(split_starts_ptr, batch, queries, USE_PDL: tl.constexp
 
     With PDL (runtime/pdl.py), a kernel triggers the start of the next kernel.  This kernel triggers the merge after its
     own wait, so the merge may read the splits before it waits (merge.py).  A large merge is triggered later, in
-    `trigger_merge`.  If a large merge started here, its programs would take multiprocessors from attention.
-    """
+    `trigger_merge`.  If a large merge started here, its programs would take multiprocessors from attention."""
     pdl_wait(USE_PDL)
     num_splits = tl.load(split_starts_ptr + batch)
     # If no request has several splits, there is nothing to merge.  The limit of 16 queries was measured (docs/log.md).
@@ -107,7 +105,7 @@ def tile_and_kv_head(work_item, num_splits, num_tiles, KV_HEADS: tl.constexpr, L
 
 @kernel
 def load_split_range(splits_ptr, split, split_exists):
-    """Returns (request, begin, end, request_splits), a row of KVSplits.table; zeros if the split does not exist."""
+    """Returns (request, begin, end, request_splits): row `split` of KVSplits.table; zeros unless split_exists."""
     at = splits_ptr + split * 4
     request = tl.load(at, mask=split_exists, other=0).to(tl.int64)
     begin = tl.load(at + 1, mask=split_exists, other=0)
@@ -117,7 +115,7 @@ def load_split_range(splits_ptr, split, split_exists):
 
 @kernel
 def load_work_item(plan, work_item, KV_HEADS: tl.constexpr, LONGEST_FIRST: tl.constexpr):
-    """Load a work item that exists."""
+    """Returns work item number `work_item`, which must exist, of a WorkPlan."""
     split = split_of_work_item(work_item, plan.num_splits, plan.num_tiles, KV_HEADS, LONGEST_FIRST)
     request, begin, end, request_splits = load_split_range(plan.splits_ptr, split, True)
     is_last_split = split + 1 == tl.load(plan.split_starts_ptr + request) + request_splits

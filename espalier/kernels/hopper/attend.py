@@ -33,8 +33,7 @@ class Queries(NamedTuple):
     query, exists, position: [64].  row_positions: pointer to the positions of the request's staged rows, with stride
     row_position_stride_r.  bits: pointer to the ancestor bits of the request's queries.  bits_stride_q: the stride
     between the bits of two queries.  prefix_begin: the first position that exists.
-    first_masked_staged: the first block with staged rows that needs a mask.
-    """
+    first_masked_staged: the first block with staged rows that needs a mask."""
 
     query: Any
     exists: Any
@@ -243,8 +242,7 @@ def attend_work_item(
 
     Blocks without a mask come first.  values: the buffer of the tile that holds V, with all stages.  exchange: the
     slots through which each block's weights go to another warpgroup, or None.  blocks_done, blocks_sent: the counts
-    before this work item.
-    """
+    before this work item."""
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT_LAYOUT, k_width=2)
     max_score = gl.full([64], float("-inf"), gl.float32, layout=gl.SliceLayout(1, SCORE_LAYOUT))
     sum_weights = gl.full([64], 0.0, gl.float32, layout=gl.SliceLayout(1, SCORE_LAYOUT))
@@ -338,7 +336,7 @@ def _write_work_item(
 def _copy_queries(
     q_shared, q_rows, plan, work_item_index, WARPGROUP: gl.constexpr, HEAD_SIZE: gl.constexpr, CONSTANTS: gl.constexpr,
 ):
-    """Start the copy of a work item's queries, if the work item exists."""
+    """Start the copy of a work item's queries to shared memory `q_shared`, if the work item exists."""
     GROUP_SIZE: gl.constexpr = CONSTANTS.GROUP_SIZE
     LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_SIZE, HEAD_SIZE // 8], [4, 1], [1, 0])
     if work_item_index < plan.num_splits * plan.num_tiles * CONSTANTS.KV_HEADS:
@@ -361,7 +359,7 @@ def attend_work_items(
 ):
     """Attend to all work items of a program, for the 64 queries of warpgroup number WARPGROUP in each tile.
 
-    scales: pointers to the scales of K and V, read only if rows are FP8."""
+    q_shared: shared memory for the queries.  scales: pointers to the scales of K and V, read only if rows are FP8."""
     HEAD_SIZE: gl.constexpr = CONSTANTS.OUT_SIZE
     SCORE_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CONSTANTS.BLOCK_N, 16])
     OUT_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_SIZE, 16])

@@ -37,7 +37,7 @@ def hopper_attention_kernel(
     ATTEND_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr, LOAD_WARPS: gl.constexpr,
     CONVERT_REGISTERS: gl.constexpr, CONVERT_WARPS: gl.constexpr, USE_PDL: gl.constexpr,
 ):
-    """STAGED_KIND: 0 without staged rows (this pass's), 1 for a chain, 2 for a tree.
+    """Attends to committed rows and to staged rows of this pass.  STAGED_KIND: 0 for none, 1 for a chain, 2 for a tree.
     RAW_STAGES: number of stages of FP8 rows, which extra warps convert and write to `stages`; 0 for other rows."""
     FP8: gl.constexpr = RAW_STAGES > 0
     dtype: gl.constexpr = q_ptr.dtype.element_ty
@@ -96,7 +96,7 @@ def hopper_attention_kernel(
 def tma_arguments(
     config: HopperConfig, k: torch.Tensor, v: torch.Tensor, page_size: int, window: int, contiguous: torch.Tensor | None
 ) -> dict[str, Any]:
-    """Returns the launch arguments that decide which blocks TMA copies.  k, v: [R, heads, size]."""
+    """Returns arguments for copies by TMA.  k, v: [R, heads, size].  contiguous: count_contiguous_blocks' result."""
     kind, size = TMA_NONE, k.shape[2]
     # The TMA descriptor is [R, heads · size], so the heads of a row must be adjacent in memory.
     if uses_tma(config) and not window and all(rows.stride(1) == rows.shape[2] for rows in (k, v)):

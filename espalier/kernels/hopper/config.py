@@ -58,8 +58,7 @@ class HopperConfig:
 
     warpgroups: attending warpgroups, each with 64 packed queries.  num_stages: blocks of K and V in shared memory.
     raw_stages: blocks of FP8 rows in shared memory; 0 for two-byte rows.  programs_per_processor: programs of the
-    persistent grid per multiprocessor.
-    """
+    persistent grid per multiprocessor."""
 
     warpgroups: int
     num_stages: int
@@ -112,8 +111,7 @@ def choose_hopper_config(
     queries.  is_fp8: whether rows are FP8.
     Usually a program has two warpgroups, which share the loaded blocks.  If this would leave multiprocessors idle, a
     program has one warpgroup.  With enough such programs, a multiprocessor runs two: one works while the other ends.
-    With few queries and small pages the Triton kernel is faster, because all of its warps gather rows (docs/log.md).
-    """
+    With few queries and small pages the Triton kernel is faster, because all of its warps gather rows (docs/log.md)."""
     if gpu.capability != HOPPER or head_size not in HEAD_SIZES or packed_queries <= WARPGROUP_QUERIES // 4:
         return None
     smallest_page = 64 if head_size <= MAX_REGISTER_HEAD_SIZE else 16

@@ -51,6 +51,7 @@ def fills_chip(num_rows: int, num_out: int, gpu: Chip) -> bool:
 
 
 def num_tiles(num_rows: int, num_out: int) -> int:
+    """Returns the number of tiles [BLOCK_ROWS, BLOCK_OUT] of a result [num_rows, num_out]."""
     return -(-num_rows // BLOCK_ROWS) * -(-num_out // BLOCK_OUT)
 
 
@@ -87,12 +88,13 @@ class Stages(NamedTuple):
 # fmt: off
 @gluon_kernel
 def _num_tiles(product_sizes, BLOCKS: gl.constexpr):
+    """Returns the number of tiles of the result.  product_sizes: ProductSizes.  BLOCKS: BlockSizes."""
     return gl.cdiv(product_sizes.num_rows, BLOCKS.ROWS) * gl.cdiv(product_sizes.num_out, BLOCKS.OUT)
 
 
 @gluon_kernel
 def _tile_origin(tile_index, product_sizes, BLOCKS: gl.constexpr):
-    """Returns (first row, first output) of a tile."""
+    """Returns (first row, first output) of tile number `tile_index`."""
     row_blocks, out_blocks = gl.cdiv(product_sizes.num_rows, BLOCKS.ROWS), gl.cdiv(product_sizes.num_out, BLOCKS.OUT)
     first_row_block = tile_index // (BLOCKS.ROW_BLOCKS * out_blocks) * BLOCKS.ROW_BLOCKS
     group_rows = gl.minimum(row_blocks - first_row_block, BLOCKS.ROW_BLOCKS)

@@ -193,7 +193,9 @@ def hopper_latent_kernel(
     RAW_STAGES: gl.constexpr, WEIGHT_SLOTS: gl.constexpr, USE_PDL: gl.constexpr,
     VALUE_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr, LOAD_WARPS: gl.constexpr, CONVERT_WARPS: gl.constexpr,
 ):
-    """RAW_STAGES: number of stages of FP8 rows, which extra warps convert and write to `stages`; 0 for other rows."""
+    """HALF, ROPE: columns of half a latent, and of the RoPE part.  STAGED_KIND: 0 for no staged rows, 1 for a chain, 2
+    for a tree.  WEIGHT_SLOTS: buffers for the softmax weights that the first warpgroup sends to the second.
+    RAW_STAGES: number of stages of FP8 rows, which extra warps convert and write to `stages`; 0 for other rows."""
     FP8: gl.constexpr = RAW_STAGES > 0
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     # The tiles of a row are columns of one row in memory, so all tiles have the same stride.

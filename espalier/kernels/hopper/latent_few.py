@@ -68,7 +68,7 @@ def _attend_work_item(
     CONSTANTS: gl.constexpr, SCORE_LAYOUT: gl.constexpr,
 ):
     """Attend to one work item.  Returns (left half of out [OUT_SIZE, 16], right half, max_score, sum_weights).
-    weight_shared: a buffer in shared memory for a block's softmax weights."""
+    q_shared, weight_shared: shared memory for the queries and for a block's softmax weights."""
     HALF: gl.constexpr = CONSTANTS.OUT_SIZE
     BLOCK_N: gl.constexpr = CONSTANTS.BLOCK_N
     COLUMNS: gl.constexpr = q_shared[0].shape[0]
@@ -174,7 +174,8 @@ def hopper_latent_few_kernel(
     LONGEST_FIRST: gl.constexpr, TMA_BLOCKS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     COLUMNS: gl.constexpr, USE_PDL: gl.constexpr, LOAD_REGISTERS: gl.constexpr, LOAD_WARPS: gl.constexpr,
 ):
-    """COLUMNS: columns of a product, at least HEADS.  row_scale_ptr is None, because there are no FP8 rows."""
+    """HALF, ROPE: columns of half a latent, and of the RoPE part.  STAGED_KIND: 0 for no staged rows, 1 for a chain, 2
+    for a tree.  COLUMNS: columns of a product, at least HEADS.  row_scale_ptr is None: there are no FP8 rows."""
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     CONSTANTS: gl.constexpr = HopperConstexprs(
         KV_HEADS=1, GROUP_SIZE=HEADS, PAGE_SIZE=PAGE_SIZE, WINDOW=0, STAGED_KIND=STAGED_KIND,

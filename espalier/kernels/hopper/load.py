@@ -228,7 +228,7 @@ def load_work_items(
 
 @gluon_kernel
 def convert_work_items(raw_stages, stages, plan, positions, CONSTANTS: gl.constexpr):
-    """Convert the blocks of all work items of a program, from the stages `raw_stages`."""
+    """Convert the FP8 blocks of all work items of a program in `raw_stages`, and write them to `stages`."""
     # A thread converts 8 values, and a warp converts whole rows of the narrowest tile.  With 16 values per thread,
     # the threads of a row would use only half of the banks of shared memory.
     THREADS: gl.constexpr = CONSTANTS.WIDTHS[len(CONSTANTS.WIDTHS) - 1] // 8

@@ -134,8 +134,7 @@ def _factors_of_scale_words(words, CODE: gl.constexpr, PIECE_LAYOUT: gl.constexp
 
     MXFP4: the 4 scales are exponents, which belong to two pieces of 64 columns.  The low halves of the factors belong
     to the first piece, the high halves to the second.  NVFP4: the 4 scales belong to one piece.  A half of a factor is
-    for 16 columns.
-    """
+    for 16 columns."""
     WORD: gl.constexpr = gl.DistributedLinearLayout(
         [[8, 0, 0], [0, 1, 0]], [[0, 0, 1], [0, 0, 2], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
         [[16, 0, 0], [32, 0, 0]], [], [64, 2, 4],
@@ -180,7 +179,7 @@ def _copy_codes(buffers, stage, matrix, offsets, first_column, row_words, CODE: 
 
 @gluon_kernel
 def _copy_inputs(buffers, stage, x_ptr, offsets, row_exists, first_column, num_in, EVEN_IN: gl.constexpr):
-    """Start to copy columns first_column .. first_column + 255 of x.  offsets: of columns 0 .. 255 in x."""
+    """Start to copy columns first_column .. first_column + 255 of x to a stage.  offsets: of columns 0 .. 255 in x."""
     if not EVEN_IN:
         column = gl.expand_dims(first_column + gl.arange(0, 256, layout=gl.SliceLayout(0, offsets.type.layout)), 0)
         row_exists = row_exists & (column < num_in)
@@ -223,7 +222,7 @@ def _multiply_piece(weights, x, piece: gl.constexpr, partial_sum):
 
 @gluon_kernel
 def _multiply_e2m1_step(acc, buffers, stage, CODE: gl.constexpr):
-    """Add the products of one step to acc."""
+    """Add the products of the weights and inputs in a stage to acc.  buffers: the buffers of all stages."""
     ACC_LAYOUT: gl.constexpr = acc.type.layout
     A_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, ACC_LAYOUT, 2)
     TWO_WORDS: gl.constexpr = gl.DistributedLinearLayout(
@@ -292,8 +291,7 @@ def nibble_product(
     row_exists: [ROWS, 1] bool.  k_begin, k_end: the first column, a multiple of 256, and the end.  int4 has groups of
     128 columns.
 
-    The copies of the first steps' codes start before the wait for the previous kernel.
-    """
+    The copies of the first steps' codes start before the wait for the previous kernel."""
     ROWS: gl.constexpr = x_places.shape[0]
     # A thread copies 16 bytes of codes at a time, and 4 or 8 bytes of scales.
     COPIED: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])

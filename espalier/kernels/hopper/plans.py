@@ -45,7 +45,7 @@ def num_splits_for(num_out: int, num_in: int, gpu: Chip) -> int:
 
 def max_stages(tile_rows: int, code: str, num_programs: int, gpu: Chip) -> int:
     """Returns the most pipeline stages that fit in shared memory, if the launch has this number of programs.
-    tile_rows: rows of inputs per tile."""
+    tile_rows: rows of inputs per tile.  code: see QuantisedMatrix."""
     num_weights = BLOCK_OUT * BLOCK_IN
     stage_bytes = num_weights // 2 + num_weights // (16 if code == "nvfp4" else 32) + tile_rows * BLOCK_IN * 2
     programs_per_processor = min(-(-num_programs // gpu.processors), MAX_PROGRAMS_PER_PROCESSOR)

@@ -28,8 +28,7 @@ class HopperConstexprs(NamedTuple):
     LONGEST_FIRST: see split_of_work_item.  LOAD_WARPS, CONVERT_WARPS: numbers of warps.  SAME_STRIDES: whether
     committed rows of all tiles have the same stride.  TMA_BLOCKS, STAGED_KIND: see work_items.py.
     RAW_STAGES: number of stages of FP8 rows, which extra warps convert into the attended stages; 0 for other rows.
-    USE_PDL: see kernels/runtime/pdl.py.
-    """
+    USE_PDL: see kernels/runtime/pdl.py."""
 
     KV_HEADS: Any
     GROUP_SIZE: Any
@@ -78,8 +77,7 @@ class WorkItemBlocks(NamedTuple):
     (work_items.py).  The other blocks hold the staged rows begin_staged .. end_staged; only a request's last split has
     staged rows.  num_blocks is at least one.
     num_lower: how many blocks, from the first on, contain positions below `first_position`.  num_unmasked: how many
-    blocks after these need no mask.
-    """
+    blocks after these need no mask."""
 
     begin_committed: Any
     end_committed: Any

@@ -58,7 +58,7 @@ def _activation_kernel(
     USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """x_ptr: gate and up, or partial sums of them.  rounded_values_ptr: if not None, a program rounds a whole row to
-    FP8, in groups of GROUP_COLUMNS columns."""
+    FP8, in groups of GROUP_COLUMNS columns.  ACTIVATION_KIND to LIMIT: the fields of Activation."""
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     pdl_trigger_and_wait(USE_PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -97,7 +97,7 @@ def gated_activation(gate_up: Tensor, activation: Activation = SILU) -> Tensor:
 def activate_partial_sums(
     partial_sums: Tensor, dtype: torch.dtype, activation: Activation = SILU, rounding: InputScales | None = None
 ) -> InputRows:
-    """See ops/linear.py.  The rounded result equals the unrounded result after quantise_rows."""
+    """Adds the partial sums and applies the activation.  rounding: to FP8, with the bits of quantise_rows."""
     partial_sums = partial_sums if partial_sums.ndim == 3 else partial_sums[None]
     require("activate_partial_sums: parts", partial_sums, (-1, -1, -1), None, partial_sums)
     rows, size = partial_sums.shape[1], num_up_columns(partial_sums.shape[2], activation)

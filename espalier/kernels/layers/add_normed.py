@@ -87,7 +87,7 @@ def add_normed(
     residual_scale: float,
     next_norms: tuple[NormWeight, ...],
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """See ops/norm.py.  The sum and each norm have the tolerance of norm.py:rms_norm."""
+    """Returns (sum, norms of the sum), see ops/norm.py.  All have the tolerance of norm.py:rms_norm."""
     _check_arguments(block_outputs, output_norm, residual, next_norms)
     total, *out = (torch.empty_like(residual, memory_format=torch.contiguous_format) for _ in (None, *next_norms))
     if not len(residual):

@@ -103,6 +103,7 @@ def _decode_blocks_of_32(block_bytes: Tensor, has_minimum: bool, has_fifth_bit: 
 
 
 def _decode_q8_0(block_bytes: Tensor) -> DecodedBlocks:
+    """Decode Q8_0.  A block holds: scale, 32 signed bytes."""
     return block_bytes[:, None, 2:].contiguous().view(torch.int8).float(), _read_float16(block_bytes, 0)[:, None], None
 
 

@@ -146,6 +146,7 @@ class ProductPlan:
         return num_matrices * self.block_out, self.block_in, self.warps
 
     def stage_bytes(self, num_matrices: int, tile_rows: int, itemsize: int) -> int:
+        """Returns the bytes of a stage.  num_matrices: 2 for gate and up, 1 for down.  itemsize: bytes of a value."""
         return (num_matrices * self.block_out + block_rows(tile_rows)) * self.block_in * itemsize
 
     def fitting_stages(self, gpu: Chip, num_matrices: int, tile_rows: int, itemsize: int) -> int:
@@ -203,6 +204,7 @@ def experts_plan_by_rule(shape: ExpertsShape, num_rows: int, dtype: torch.dtype,
 
 
 def _product_plan_by_rule(tile_rows: int, num_tiles: int, num_out: int, gpu: Chip) -> ProductPlan:
+    """tile_rows: the rows of a tile of x.  num_tiles: the tiles of all experts.  num_out: the rows of the matrix."""
     block_out = 64
     while block_out > 16 and num_tiles * -(-num_out // block_out) < MIN_PROGRAMS_PER_PROCESSOR * gpu.processors:
         block_out //= 2
@@ -251,6 +253,7 @@ def quantised_plan_by_rule(
 def _quantised_product_plan(
     weight: QuantisedMatrix, tile_rows: int, num_tiles: int, num_matrices: int, gpu: Chip
 ) -> ProductPlan:
+    """num_tiles: the tiles of x of all experts.  num_matrices: 2 with gate and up, 1 with down."""
     _, num_out, num_in = weight.shape
     if weight.code == "fp8":
         input_bytes = 2 if weight.input_scales is None else 1
@@ -314,6 +317,7 @@ def choose_experts_plan(
 
 
 def _dense_experts_plan(shape: ExpertsShape, num_rows: int, dtype: torch.dtype, gpu: Chip) -> ExpertsPlan:
+    """Returns the plan of dense experts: the measured plan of the nearest size, or a plan by rule."""
     if dtype in DTYPES:
         plans = EXPERTS_TUNING.measured_plans(gpu, dtype)
         if plans:
@@ -336,6 +340,7 @@ def _log_plans(key: TuningKey, plans: Mapping[MatrixSize, ExpertsPlans], sources
 
 
 def _plan_from_json(plan_json: dict[str, Any], size: MatrixSize) -> ExpertsPlan:
+    """Returns the plan that a tuning file stores as `plan_json`.  size: not read."""
     return ExpertsPlan(plan_json["rows"], ProductPlan(*plan_json["gated"]), ProductPlan(*plan_json["down"]))
 
 

@@ -355,8 +355,8 @@ def is_in_best_group(
 
 
 def route(logits: Tensor, bias: Tensor | None, routing: Routing, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """See ops/experts.py.  The ids equal those of the reference, unless rounding changes the order of scores.  The
-    weights differ by at most 1e-5."""
+    """Returns (ids, weights) of each row's experts, see ops/experts.py.  The ids equal those of the reference, unless
+    rounding changes the order of scores.  The weights differ by at most 1e-5."""
     parts = logits if logits.ndim == 3 else logits[None]
     num_parts, num_rows, top_k = parts.shape[0], parts.shape[1], routing.top_k
     require("route: logits", parts, (num_parts, num_rows, routing.num_experts), None, parts)

@@ -105,7 +105,8 @@ def _index_rows_kernel(
 
 
 def rotate_and_store_index(indexer_inputs: IndexerInputs, cache_rows: Tensor, plane: Tensor) -> Tensor:
-    """See ops/selection.py.  Overwrites indexer_inputs.q.  Tolerance: one ulp, plus a few ulps of float32."""
+    """Stores index keys in `plane` and returns the queries, all rotated.  Overwrites indexer_inputs.q.
+    Tolerance: one ulp, plus a few ulps of float32."""
     q, k, norm, rotation = indexer_inputs.q, indexer_inputs.k, indexer_inputs.norm, indexer_inputs.rotation
     count, heads, size = q.shape
     rotary, wide_dtype = rotation.cos.shape[1], torch.promote_types(q.dtype, torch.float32)

@@ -76,7 +76,8 @@ def _head_product_kernel(
 
 
 def head_product(x: Tensor, weight: Tensor, out: Tensor) -> None:
-    """See ops/rope.py.  Supports 1 to MAX_HEAD_ROWS rows of bfloat16 or float16, and at most MAX_HEAD_INPUTS inputs.
+    """Writes x · weight to out, head by head.  Takes 1 to MAX_HEAD_ROWS rows of bfloat16 or float16, and at most
+    MAX_HEAD_INPUTS inputs.
 
     The weight may have any strides; x and out need a contiguous last dimension.  Raises EspalierError otherwise."""
     (rows, heads, num_in), num_out = x.shape, weight.shape[2]
@@ -253,8 +254,8 @@ def _write_latents_kernel(
 
 
 def rotate_and_store_latent(q_rope: Tensor, q: Tensor, latent: Tensor, destination: LatentDestination) -> None:
-    """See ops/rope.py.  q: the output, whose last columns get the rotated q_rope.  Tolerance: one ulp of the dtype and
-    a few ulps of float32 from the reference."""
+    """Rotates q_rope into the last columns of q, and stores the latents, see ops/rope.py.
+    Tolerance: one ulp of the dtype and a few ulps of float32 from the reference."""
     check_latent_sizes(q_rope, q, latent, destination)
     operands, constants, blocks = _rotation_arguments(q_rope, q, latent, destination)
     if len(q):
@@ -264,7 +265,7 @@ def rotate_and_store_latent(q_rope: Tensor, q: Tensor, latent: Tensor, destinati
 
 
 def write_latents(q_inputs: Tensor, k_up: Tensor, q: Tensor, latent: Tensor, destination: LatentDestination) -> None:
-    """See ops/rope.py.  q must not be a view of q_inputs.
+    """Computes q from q_inputs and stores the latents, see ops/rope.py.  q must not be a view of q_inputs.
 
     The bits and the errors are the same as from head_product and rotate_and_store_latent."""
     num_unrotated, rank = k_up.shape[1:]

@@ -130,6 +130,7 @@ def _add_partial_sums_kernel(
 
 
 def add_partial_sums(partial_sums: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns the sum of partial sums [splits, rows, out] in `dtype`; a result without splits unchanged."""
     if partial_sums.ndim == 2:
         return partial_sums
     splits, rows, num_out = partial_sums.shape
@@ -184,6 +185,7 @@ def write_parts(x: Tensor, weight: Tensor, bias: Tensor | None, plan: TritonPlan
 def _launch_kernel(
     x: Tensor, weight: Tensor, bias: Tensor | None, plan: TritonPlan, is_gated: bool, out: Tensor | None = None
 ) -> Tensor:
+    """is_gated: whether the kernel returns silu(gate) · up.  out: for the result or its partial sums; None: new."""
     rows, num_in = x.shape
     splits, gpu = plan.splits, chip(x)
     _check_arguments(x, weight, bias, plan, gpu)

@@ -28,6 +28,7 @@ SPLIT_ROWS, PROGRAMS_PER_PROCESSOR, MAX_SPLITS, MIN_COLUMNS = 64, 2, 8, 512
 
 
 def linear_blocks(x: Tensor, weight: BlockMatrix, bias: Tensor | None) -> Tensor:
+    """Returns x · weightᵀ + bias for x [rows, in], see ops/linear.py:linear_blocks."""
     return _launch_kernel(x, weight, bias, num_splits_for(len(x), weight, chip(weight.blocks)))
 
 
@@ -49,7 +50,7 @@ def _load_float16(ptrs):
 
 @kernel
 def _load_bits(ptrs, shift, BIT_MASK: tl.constexpr):
-    """Load bytes, and return the bits of BIT_MASK after a right shift."""
+    """Load the bytes at `ptrs`, and return the bits of BIT_MASK after a right shift by `shift`."""
     return (tl.load(ptrs).to(tl.int32) >> shift) & BIT_MASK
 
 

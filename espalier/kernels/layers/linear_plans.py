@@ -208,6 +208,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _parse_size(size_name: str) -> MatrixSize:
+    """Reads a size such as "4096x1024"."""
     first, second = size_name.split("x")
     return int(first), int(second)
 
@@ -290,11 +291,13 @@ def _plan_one_program_per_sm(num_rows: int, num_out: int, num_in: int, gpu: Chip
 
 
 def _library_plans(num_out: int, num_in: int) -> list[LibraryPlan]:
+    """Returns the plans of PyTorch's product to measure for a weight [num_out, num_in]."""
     pieces = [LibraryPlan(pieces, 1) for pieces in LIBRARY_PIECES if num_out % (pieces * LIBRARY_TILE) == 0]
     return pieces + [LibraryPlan(1, splits) for splits in LIBRARY_SPLITS if num_in % (splits * LIBRARY_TILE) == 0]
 
 
 def _triton_plans(num_rows: int, num_out: int, num_in: int, gpu: Chip) -> list[TritonPlan]:
+    """Returns the plans of the Triton kernel to measure for x [num_rows, num_in] and a weight [num_out, num_in]."""
     tiles = next(tiles for max_rows, tiles in CANDIDATE_TILES if num_rows <= max_rows)
     plans = (
         TritonPlan(block_out, block_in, splits, warps, stages)
@@ -405,6 +408,7 @@ def _triton_plan_from_json(plan_json: dict[str, Any]) -> TritonPlan:
 
 
 def _plan_to_json(plan: LinearPlan) -> dict[str, Any] | None:
+    """Returns the plan as a tuning file stores it."""
     return None if plan is None else asdict(plan)
 
 

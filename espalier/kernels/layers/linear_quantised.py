@@ -57,12 +57,14 @@ MIN_PREFETCHED_LINES, PREFETCHED_STEPS = 1, 4
 def linear_quantised(
     x: InputRows, weight: QuantisedMatrix, bias: Tensor | None, plan: TritonPlan | None = None
 ) -> Tensor:
+    """Returns x · weightᵀ + bias, [rows, out] in the dtype of x, see ops/linear.py:linear_quantised."""
     return add_partial_sums.triton(linear_quantised_partial_sums(x, weight, bias, plan), x.dtype)
 
 
 def linear_quantised_partial_sums(
     x: InputRows, weight: QuantisedMatrix, bias: Tensor | None, plan: TritonPlan | None = None
 ) -> Tensor:
+    """Returns the product [rows, out]; if the plan has splits, partial sums [splits, rows, out] in float32."""
     if plan is None and (product := _library_product(x, weight, bias)) is not None:
         return product
     return _launch(x, weight, bias, quantised_plan_for(weight, x) if plan is None else plan, is_gated=False)
@@ -76,6 +78,7 @@ def linear_quantised_gated(
     activation: Activation = SILU,
     rounding: InputScales | None = None,
 ) -> InputRows:
+    """rounding: how the next product rounds its inputs; a result of few rows is rounded in that way."""
     inner = num_up_columns(weight.shape[0], activation)
     if plan is None and weight.codes.is_cuda and uses_dequantised_product(x, weight):
         return dequantised_gated(kernel_inputs(x, weight)[0], weight, bias, activation)
@@ -138,6 +141,7 @@ def _linear_quantised_kernel(
 
 
 def _launch(x: InputRows, weight: QuantisedMatrix, bias: Tensor | None, plan: TritonPlan, is_gated: bool) -> Tensor:
+    """is_gated: whether the kernel returns silu(gate) · up.  Returns the result, or partial sums if plan.splits > 1."""
     rows, num_in = input_values(x).shape
     _check_arguments(x, weight, bias, plan)
     num_out, block_written = weight.shape[0], plan.block_out

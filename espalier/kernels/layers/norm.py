@@ -28,7 +28,7 @@ VALUES_PER_NORM_WARP = 128
 
 @kernel
 def norm_row(x, weight, EPS: tl.constexpr, ROW_SIZE: tl.constexpr, ACC_DTYPE: tl.constexpr):
-    """Returns the norm of a row, in ACC_DTYPE.  x: the row's ROW_SIZE values, then zeros."""
+    """Returns the RMS norm of a row, in ACC_DTYPE, times weight.  x: the row's ROW_SIZE values, then zeros."""
     scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / ROW_SIZE + EPS)
     return x * scale * weight.to(ACC_DTYPE)
 
@@ -80,7 +80,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(delta: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """See ops/norm.py.  The sum equals the reference's to the bit; the norm has the tolerance of rms_norm."""
+    """Returns (residual + delta, its RMS norm).  Tolerance: none for the sum; that of rms_norm for the norm."""
     _require_delta(delta, residual)
     total, out = (torch.empty(residual.shape, dtype=residual.dtype, device=residual.device) for _ in range(2))
     _launch_kernel(residual, delta, weight, eps, total, out)
@@ -133,6 +133,7 @@ def _launch_kernel(
     rounded: RoundedRows | None = None,
     input_scales: InputScales | None = None,
 ) -> None:
+    """Writes x + delta to sum_out, and its norm to norm_out and `rounded`.  None: not written; delta None: 0."""
     rows, size = x.shape
     require("rms_norm: weight", weight, (size,), None, x)
     if not rows:

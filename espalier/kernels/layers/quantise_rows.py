@@ -137,7 +137,7 @@ def _quantise_rows_kernel(
 
 
 def quantise_rows(x: Tensor, input_scales: InputScales, library_layout: bool = False) -> tuple[Tensor, Tensor]:
-    """See ops/linear.py.  x: bfloat16 or float16 with contiguous rows.  Raises EspalierError for other shapes."""
+    """Rounds x to FP8.  x: bfloat16 or float16 with contiguous rows.  Raises EspalierError for other shapes."""
     require("quantise_rows: x", x, (-1, -1), None, x)
     x = x if x.stride(1) == 1 else x.contiguous()
     rows, num_in = x.shape

@@ -169,7 +169,8 @@ def make_nibble_matrix(
 ) -> QuantisedMatrix:
     """Make a matrix from packed nibbles in column order: uint8 [..., out, in / 2], low nibbles first.
 
-    scales: as in QuantisedMatrix, but without padding.  For "nvfp4": float8_e4m3fn, at least 0."""
+    zeros, column_order, row_scales: as in QuantisedMatrix.  scales: likewise, but without padding.  For "nvfp4":
+    float8_e4m3fn, at least 0."""
     if code == "nvfp4":
         packed, scales = _without_zero_scales(packed, scales, group_size), _encode_nvfp4_scales(scales)
     if code in E2M1_CODES:
@@ -188,6 +189,7 @@ def _without_zero_scales(packed: Tensor, scales: Tensor, group_size: int) -> Ten
 
 
 def _encode_nvfp4_scales(scales: Tensor) -> Tensor:
+    """Returns scales, float8_e4m3fn of at least 0, as the uint8 codes that kernels read (SCALE_UNIT)."""
     return ((scales.half() * SCALE_UNIT).view(torch.int16) >> SCALE_SHIFT).to(torch.uint8)
 
 
@@ -240,6 +242,7 @@ def _fp8_pair_table(dtype: torch.dtype) -> Tensor:
 
 
 def _nibble_values(matrix: QuantisedMatrix, codes: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns the values of 4-bit codes without their scales.  codes: interleaved, of some rows of the matrix."""
     packed = deinterleave_nibbles(codes, matrix.code in E2M1_CODES)
     if matrix.code == "int4":
         return unpack_nibbles(packed, dtype)
@@ -298,7 +301,7 @@ def deinterleave_nibbles(codes: Tensor, is_e2m1: bool = False) -> Tensor:
 
 
 def _move_bits(codes: Tensor, moves: BitMoves) -> Tensor:
-    """Move the bits of the codes' int32 words."""
+    """Move the bits of the codes' int32 words.  moves: (mask of bits, their shift to the left)."""
     words = codes.contiguous().view(torch.int32)
     moved = torch.zeros_like(words)
     for bit_mask, shift in moves:
@@ -322,6 +325,7 @@ def _shifted_bits(words: Tensor, bit_mask: int, shift: int) -> Tensor:
 
 
 def _shift_mask(bit_mask: int, shift: int) -> int:
+    """Returns the mask shifted by `shift` places to the left, or to the right if `shift` is negative."""
     return bit_mask << shift if shift > 0 else bit_mask >> -shift
 
 

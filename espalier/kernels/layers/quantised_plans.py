@@ -111,7 +111,7 @@ def plan_by_rule(
     gpu: Chip,
     input_bytes: int = 2,
 ) -> TritonPlan:
-    """Returns the plan of a shape that was not measured.
+    """Returns the plan of a shape that was not measured.  code: see QuantisedMatrix.
 
     is_grouped: whether each group of columns has its own scale.  input_bytes: the bytes of one input value, for FP8
     weights."""
@@ -172,7 +172,7 @@ def _wave_fill(num_programs: int, gpu: Chip) -> float:
 def nibble_plan_by_rule(
     tile_rows: int, num_tiles: int, num_out: int, num_in: int, code: str, max_splits: int, gpu: Chip
 ) -> TritonPlan:
-    """Returns the plan of 4-bit weights where nothing is measured, for `num_tiles` tiles of rows."""
+    """Returns the plan of 4-bit weights that are not measured, for `num_tiles` tiles.  code: see QuantisedMatrix."""
     tiles = NIBBLE_TILES[code]
     (block_out, max_in, warps), max_programs = next((shape, count) for rows, shape, count in tiles if tile_rows <= rows)
     fitting_sizes = (size for size in (256, 128, 64, 32) if num_in >= MIN_RAGGED_COLUMNS or num_in % size == 0)
@@ -276,6 +276,7 @@ def candidate_plans(num_rows: int, weight: QuantisedMatrix, gpu: Chip) -> list[T
 
 
 def _fits_chip(plan: TritonPlan, tile_rows: int, weight: QuantisedMatrix, gpu: Chip) -> bool:
+    """Returns whether the stages fit in shared memory and the splits give neither too few nor too many programs."""
     programs = -(-weight.shape[0] // plan.block_out) * plan.splits
     return stage_bytes(plan, tile_rows, weight) * plan.stages + RESERVED_SHARED_MEMORY <= gpu.shared_memory and (
         plan.splits == 1
@@ -294,6 +295,7 @@ def _streaming_us(plan: TritonPlan, tile_rows: int, weight: QuantisedMatrix, gpu
     waves, last_programs = divmod(programs, programs_per_sm * gpu.processors)
 
     def wave_us(num_programs: int) -> float:
+        """Returns the microseconds of `num_programs` programs that run at the same time."""
         rate = min(gpu.processors * BYTES_PER_US, num_programs * step_bytes * (plan.stages - 1) / LATENCY_US)
         return LATENCY_US + num_programs * program_bytes / max(rate, 1)
 

@@ -140,8 +140,8 @@ def rotate_and_store(
     v_buffer: Tensor,
     scales: KVScales | None = None,
 ) -> Tensor:
-    """See ops/rope.py.  Tolerance: one ulp.  Kernel and reference round once from float32, but the reference may fuse
-    multiply-adds.  Raises EspalierError for other shapes, dtypes or strides."""
+    """Norms and rotates Q and K, stores K and V, and returns Q, see ops/rope.py.  Tolerance: one ulp, because the
+    reference may fuse multiply-adds.  Raises EspalierError for other shapes, dtypes or strides."""
     sums = qkv[None] if qkv.ndim == 3 else qkv
     dtype = k_buffer.dtype if scales is None else scales.dtype
     count, num_heads, size = sums.shape[-3:]

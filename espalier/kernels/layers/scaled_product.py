@@ -83,6 +83,7 @@ def _has_row_scales(weight: QuantisedMatrix) -> bool:
 
 
 def _has_block_scales(weight: QuantisedMatrix) -> bool:
+    """Returns whether each 128 x 128 weights, and each 128 inputs of a row, share an FP8 scale."""
     (num_out, num_in), inputs = weight.shape, weight.input_scales
     return (
         inputs is not None

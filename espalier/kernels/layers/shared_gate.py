@@ -38,7 +38,7 @@ def _scale_by_gate_kernel(
 
 
 def scale_by_gate(result: Tensor, x: Tensor, gate: Tensor, out: Tensor) -> None:
-    """Tolerance: one rounding of the gate's product to x's dtype, because the reference sums it in another order."""
+    """The launcher of ops/experts.py:scale_by_gate.  Tolerance: one rounding of the gate's product to x's dtype."""
     sums = result if result.ndim == 3 else result[None]
     rows, size = out.shape
     require("scale_by_gate: result", sums, (-1, rows, size), None, x)

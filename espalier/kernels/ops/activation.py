@@ -17,8 +17,7 @@ class Activation:
 
     limit: if not None, `gate` is at most limit, and `up` is clamped to -limit .. limit (GPT-OSS, arXiv:2508.10925).
     kind: which function `act` is.  silu: gate · sigmoid(alpha · gate).  gelu_tanh: the approximation of GELU by tanh.
-    relu2: there is no gate, and the activation is relu(up)².
-    """
+    relu2: there is no gate, and the activation is relu(up)²."""
 
     alpha: float = 1.0
     up_offset: float = 0.0

@@ -36,8 +36,7 @@ def masked_attention(
 
     scale: the factor of q · k.  kv_scales: the scales of FP8 k and v; None for other dtypes.  softcap: see LayerSpec.
     Returns out [B, Q, heads, v_size] in q's dtype and the log-sum-exp of the scores, lse [B, Q, heads], natural log, in
-    float32 (float64 for float64).  A query that attends to no rows gets zeros and lse -inf.
-    """
+    float32 (float64 for float64).  A query that attends to no rows gets zeros and lse -inf."""
     heads, kv_heads = q.shape[2], k.shape[2]
     wide_dtype = torch.promote_types(q.dtype, torch.float32)
     queries = q.to(wide_dtype) if kv_scales is None else times_k_scale(q.to(wide_dtype), kv_scales)
@@ -79,8 +78,7 @@ class Prefix:
     page_table: [B, table_width] int32.  length: [B] int64.  The rows first_position .. length-1 exist.  first_position
     is 1 for an EAGLE draft, because a row is computed from the target's hidden state at the position before.
     plan_cache: values that an attention backend computes once for all passes over this prefix, such as KVSplits.  After
-    any change of `length`, a new Prefix must be made, because plan_cache may be out of date.
-    """
+    any change of `length`, a new Prefix must be made, because plan_cache may be out of date."""
 
     page_table: Tensor
     length: Tensor
@@ -95,7 +93,7 @@ class Prefix:
         return value
 
     def contains(self, positions: Tensor) -> Tensor:
-        """Returns [B, P] bool: whether a row exists at each position.
+        """Returns [B, P] bool: whether a row exists at each of `positions`.
         Rows that do not exist must not be read, because pages are not cleared."""
         return (positions >= self.first_position) & (positions < self.length[:, None])
 
@@ -109,8 +107,7 @@ class Nodes:
     ancestor_bits: [B, Q, W] int64, the staged rows that a query attends to (its ancestors and itself).  None: the rows
     are a chain, every row is a query, and query i attends to rows 0 to i.
     parents: [B, R], each row's parent row; the root is its own parent.  Only layers with a recurrent state read this
-    field; for these layers, None means a chain.
-    """
+    field; for these layers, None means a chain."""
 
     positions: Tensor
     row_positions: Tensor
@@ -140,8 +137,7 @@ class AttentionInputs(NamedTuple):
     splits: the splits of the committed rows; with a window, of the rows inside the window.  scale: the factor of q · k.
     staged: K and V of the staged rows, [B, R, kv_heads, size]; None: queries attend only to committed rows.
     window, softcap: see LayerSpec.  sink: see apply_sink.  kv_scales: the scales of committed and staged K and V in
-    FP8; None for other dtypes.
-    """
+    FP8; None for other dtypes."""
 
     q: Tensor
     pages: tuple[Tensor, Tensor]
@@ -178,6 +174,7 @@ class PartialResults:
 
     @classmethod
     def allocate(cls, splits: KVSplits, num_queries: int, num_heads: int, v_size: int) -> PartialResults:
+        """Returns uninitialised buffers for the results of these splits.  num_queries: of each request."""
         shape = (splits.table.shape[0], num_queries, num_heads)
         device = splits.table.device
         return cls(torch.empty(*shape, v_size, device=device), torch.empty(shape, device=device))
@@ -219,8 +216,7 @@ def count_contiguous_blocks(
     Only unmasked blocks are counted: full blocks whose rows all exist (work_items.py:count_committed_blocks).  Counting
     stops at the first block that is not contiguous.  Entries past the last split are undefined.
     page_table: [B, T] int32.  first_position: rows at lower positions do not exist.  block_rows: the rows of a block,
-    a divisor of SPLIT_ALIGNMENT.
-    """
+    a divisor of SPLIT_ALIGNMENT."""
     out = torch.zeros(splits.table.shape[0], dtype=torch.int32)
     for split, (request, begin, end, _request_splits) in enumerate(splits.used_rows.tolist()):
         block_begin = begin + -(-max(first_position - begin, 0) // block_rows) * block_rows
@@ -285,8 +281,7 @@ def tree_attention(
 
     partial_results: a buffer to reuse (`PartialResults.allocate`).  config: a launch configuration, for tests only;
     None: it is chosen by shape.  num_contiguous_blocks: the result of count_contiguous_blocks for these splits.
-    Without these counts the launch is slower; the result is the same.
-    """
+    Without these counts the launch is slower; the result is the same."""
     # The reference is one masked attention over all rows.  Rows that do not exist are replaced by zeros.
     (batch, queries), table = inputs.nodes.positions.shape, inputs.prefix.page_table
     row_positions = torch.arange(table.shape[1] * inputs.page_size, device=inputs.q.device).expand(batch, -1)

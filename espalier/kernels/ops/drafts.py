@@ -34,8 +34,7 @@ class Candidates(NamedTuple):
     tokens: [B, S, R, K] int64.  scores: [B, S, R, K] float32, log-probabilities (at most 0).  A score of -inf means
     that there is no candidate.  next_rows: [B, S, R, K] int32, the row of the next depth that holds the candidate's
     children; -1 for no children.  Depth 1 has one row, row 0.  If scores do not depend on the parent token, R is 1.
-    The values of a row that is in no candidate's next_rows are undefined.
-    """
+    The values of a row that is in no candidate's next_rows are undefined."""
 
     tokens: Tensor
     scores: Tensor
@@ -43,7 +42,7 @@ class Candidates(NamedTuple):
 
     @classmethod
     def empty(cls, root: Tensor, steps: int, topk: int) -> Candidates:
-        """Returns buffers to be written: `steps` depths with topk rows of topk candidates each."""
+        """Returns buffers to be written: `steps` depths with topk rows of topk candidates each.  root: [B]."""
         shape, device = (len(root), steps, topk, topk), root.device
         dtypes = (torch.int64, torch.float32, torch.int32)
         return cls(*(torch.empty(shape, dtype=dtype, device=device) for dtype in dtypes))
@@ -134,8 +133,7 @@ def select_paths(root: Tensor, candidates: Candidates, num_nodes: int) -> Tree:
 
     Among paths of equal score, the order is: lower depth, then the parent that was selected first, then the candidate
     that comes first in its row.  If there are too few paths, the remaining nodes are void (token -1), as in
-    ops/tree.py:select_tree.  Raises EspalierError if sizes do not agree.
-    """
+    ops/tree.py:select_tree.  Raises EspalierError if sizes do not agree."""
     _, steps, _, _ = check_path_sizes(root, candidates, num_nodes)
     tokens, next_rows = candidates.tokens.tolist(), candidates.next_rows.tolist()
     scores = comparable_scores(candidates.scores).tolist()
@@ -154,8 +152,7 @@ def find_matches(history: Tensor, history_rows: Tensor, root_positions: Tensor, 
     history: [slots, W] int64, contiguous rows of tokens.  history_rows: [B] int64, the row of each request in history.
     root_positions: [B] int64, below W, the position of the last token.  Position j before the root position r matches m
     tokens if history[j-m+1 .. j] equals history[r-m+1 .. r]; m is at most MAX_NGRAM.  Longer matches come first; among
-    equal lengths, later positions come first.  Kernel and reference agree exactly.
-    """
+    equal lengths, later positions come first.  Kernel and reference agree exactly."""
     width = max_history_length(root_positions)
     tokens = history[:, :width].index_select(0, history_rows)
     length = match_lengths(tokens, root_positions)
@@ -207,8 +204,7 @@ def block_conv(x: Tensor, weight: Tensor, base_taps: Tensor, block_width: int) -
     Returns (convolved rows [N, H], coefficients [N, T, G]), both in x's dtype.  block_conv_norm uses the coefficients
     to convolve the sublayer's output.  x: [N, H], normed rows.  weight: [2 · T · G, H] for T taps and G groups; the
     rows for the input come before the rows for the output.  base_taps: [T, H].  Raises EspalierError if sizes do not
-    agree.
-    """
+    agree."""
     taps, groups = check_block_conv(x, weight, base_taps, block_width)
     delta = F.linear(x, weight).view(len(x), 2, taps, groups)
     return convolve_block(x, delta[:, 0], base_taps, block_width), delta[:, 1]
@@ -228,8 +224,7 @@ def block_conv_norm(
 
     delta: [N, H] in residual's dtype, or partial sums [parts, N, H] in float32 at least, the output of a sublayer.
     coefficients: [N, T, G], from block_conv.  base_taps: [T, H].  norm_weight: [H].
-    Raises EspalierError if sizes do not agree.
-    """
+    Raises EspalierError if sizes do not agree."""
     if delta.ndim == 3:
         delta = add_partial_sums.reference(delta, residual.dtype)
     delta = convolve_block(delta, coefficients, base_taps, block_width)
@@ -274,8 +269,7 @@ def embed_rows(
     residual: [N, H], the residual stream before the first layer.
     rotation: cos and sin of the N positions.  live: [N] bool, False for void nodes (token < 0).
     A void node takes its request's first token, or token 0 if the first is void too.  draft: None for a target.
-    Raises EspalierError if sizes do not agree.  Except for the norms, kernel and reference agree exactly.
-    """
+    Raises EspalierError if sizes do not agree.  Except for the norms, kernel and reference agree exactly."""
     live = (tokens >= 0).flatten()
     tokens = torch.where(tokens < 0, tokens[:, :1], tokens).clamp_(min=0).flatten()
     cos, sin = (table.index_select(0, positions.flatten()) for table in (tables.cos, tables.sin))

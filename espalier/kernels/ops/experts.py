@@ -36,8 +36,7 @@ class Routing:
     (DeepSeek-V2, V3).  group_score: a group's score is the highest score of its experts, or the sum of the highest two.
     correction_bias: whether a bias [E] is added to the scores for the choice of experts.  The weights do not change.
     logit_bias: whether a bias [E] is added to the logits, which also changes the weights.  At most one of the biases
-    can be set.  Raises EspalierError for values that do not go together.
-    """
+    can be set.  Raises EspalierError for values that do not go together."""
 
     num_experts: int
     top_k: int
@@ -109,8 +108,7 @@ class SharedExperts:
 
     gate_up: [2 · S · I, H], the rows of gate, then the rows of up.  down: [H, S · I].  I is the width of a routed
     expert.  The MLP is cut into S pieces of this width.  Piece p has rows p · I .. (p + 1) · I - 1 of gate and of up,
-    and the same columns of down.  Both matrices have x's dtype and are contiguous.
-    """
+    and the same columns of down.  Both matrices have x's dtype and are contiguous."""
 
     gate_up: Tensor
     down: Tensor
@@ -129,6 +127,7 @@ class ExpertBiases:
 
 
 def _linear_product(x: Tensor, weight: ExpertMatrix, bias: Tensor | None) -> Tensor:
+    """Returns x · weightᵀ + bias for the matrix [out, in] of one expert."""
     return F.linear(x, weight, bias) if isinstance(weight, Tensor) else linear_quantised.reference(x, weight, bias)
 
 
@@ -138,8 +137,7 @@ def route(logits: Tensor, bias: Tensor | None, routing: Routing, scale: Tensor |
 
     logits: [N, E] float32 or float64, or partial sums [parts, N, E], which are added in order.  The weights have the
     dtype of the logits.  bias: [E], added as `routing` says, or None.  scale: [E], a factor of each expert's weight, or
-    None.  Among equal scores, lower ids are chosen.  The order of summation is the same for any number of rows.
-    """
+    None.  Among equal scores, lower ids are chosen.  The order of summation is the same for any number of rows."""
     if logits.ndim == 3:
         logits = add_partial_sums.reference(logits, logits.dtype)
     if routing.logit_bias and bias is not None:
@@ -169,8 +167,7 @@ def scale_by_gate(result: Tensor, x: Tensor, gate: Tensor, out: Tensor) -> None:
 
     result: [N, H] in x's dtype, or partial sums [parts, N, H] in float32 or float64, which are added in order and
     rounded to x's dtype.  x: [N, in], the expert's input rows.  gate: [1, in].  The product x · gateᵀ is rounded to x's
-    dtype before the sigmoid.
-    """
+    dtype before the sigmoid."""
     result = add_partial_sums.reference(result, x.dtype)
     torch.mul(result, F.linear(x, gate).to(out.dtype).sigmoid(), out=out)
 
@@ -199,8 +196,7 @@ def grouped_experts(
     num_extra_parts: the number of further parts at the end, which the caller writes.
     shared_experts: S pieces, for at most MAX_SHARED_ROWS rows and dense experts without biases, all with SILU.  The S
     parts after the first K are the results of the pieces, for all rows, live or not.  None: S is 0.
-    plan: launch parameters; None: experts_plan.py chooses them.
-    """
+    plan: launch parameters; None: experts_plan.py chooses them."""
     # The reference loops over the experts that have rows, so the host reads the number of pairs of each expert.
     assert isinstance(x, Tensor)
     top_k, inner = expert_ids.shape[1], down.shape[2]

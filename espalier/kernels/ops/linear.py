@@ -145,8 +145,7 @@ def linear_quantised(
     plan: launch parameters of Espalier's kernel, whose block_in must divide `max_block_in`.  None: many rows use
     PyTorch's product; fewer rows use the plan that was measured for this shape, or else a plan by rule.  With 4-bit
     weights, PyTorch's product rounds the weight's values to x's dtype.  Raises EspalierError for other shapes and
-    dtypes.
-    """
+    dtypes."""
     # The result is rounded once, at the end.
     wide_dtype = torch.promote_types(x.dtype, torch.float32)
     num_out, num_in = weight.shape

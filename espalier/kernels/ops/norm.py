@@ -58,8 +58,7 @@ def add_rms_norm(delta: Tensor, residual: Tensor, weight: Tensor, eps: float) ->
 
     delta: [N, H] in residual's dtype, or partial sums [splits, N, H] in float32 (float64 for float64), as
     kernels/ops/linear.py:linear_partial_sums returns.  Partial sums are first added in order and rounded to residual's
-    dtype.  The norm is computed from `sum` after its rounding.
-    """
+    dtype.  The norm is computed from `sum` after its rounding."""
     if delta.ndim == 3:
         delta = add_partial_sums.reference(delta, residual.dtype)
     total = residual + delta
@@ -91,8 +90,7 @@ def add_normed(
     block_outputs: 1 to MAX_OUTPUTS pairs (output of a block, its norm).  An output has a form of `delta` in
     add_rms_norm.  output_norm: if None, the total is not normed.  next_norms: at most MAX_NORMS norms, each applied to
     `sum`.
-    Every product, sum and norm is rounded to residual's dtype, as separate launches would round it.
-    """
+    Every product, sum and norm is rounded to residual's dtype, as separate launches would round it."""
     dtype = residual.dtype
     normed = [rms_norm.reference(add_partial_sums.reference(output, dtype), *norm) for output, norm in block_outputs]
     added = sum(normed[1:], normed[0])
@@ -137,8 +135,7 @@ def norm_router(
     rows: the norm rounded to FP8, with the bits of quantise_rows; without `rounding`, the norm itself.
     router: [E, H], contiguous, the weight of a router or another small matrix.
     logits: norm · routerᵀ [rows, E], computed in float32 and returned in `dtype`.
-    Raises EspalierError on other shapes, dtypes or strides, and for a rounding that `can_round_norm` refuses.
-    """
+    Raises EspalierError on other shapes, dtypes or strides, and for a rounding that `can_round_norm` refuses."""
     total, normed = add_rms_norm.reference(delta, residual, weight, eps)
     rows = normed if rounding is None else RoundedRows(*quantise_inputs(normed, rounding), normed.dtype)
     return total, normed, rows, F.linear(normed.float(), router.float()).to(dtype)

@@ -140,7 +140,7 @@ def scan(
     """Computes the outputs and states of a chain of rows that follows `state` [B, heads, k_size, v_size].
 
     row_counts: [B], how many rows exist.  snapshot_counts: [B], after how many rows a snapshot (a copy of the state) is
-    taken; 0 or None: no snapshot."""
+    taken; 0 or None: no snapshot.  q: [B, R, k_heads, k_size]."""
     chunk_outputs, snapshot = [], state
     for first in range(0, q.shape[1], CHUNK_ROWS):
         end = min(first + CHUNK_ROWS, q.shape[1])

@@ -36,8 +36,7 @@ class HeadNorms(NamedTuple):
     q, k: [size], the weights for Q heads and for K heads.  eps: the eps of all these norms.
     norms_v_heads: whether V heads are normed too, without a weight.
     v_is_k: whether V has no projection of its own.  The V heads are then the K heads before norm and RoPE.
-    has_gates: whether the projection has a gate after each Q head, which is neither normed nor rotated.
-    """
+    has_gates: whether the projection has a gate after each Q head, which is neither normed nor rotated."""
 
     q: Tensor
     k: Tensor
@@ -93,8 +92,7 @@ class LatentFormat:
     norm: [size - rotary], the weight of the RMS norm of the values before the rotated values; None: no norm.  eps: the
     eps of the norm.
     interleaved: whether the input has the values of a rotated pair at 2i and 2i + 1, as with DeepSeek's weights, and
-    not at i and i + rotary / 2.  In the result, a pair is always at i and i + rotary / 2.
-    """
+    not at i and i + rotary / 2.  In the result, a pair is always at i and i + rotary / 2."""
 
     norm: Tensor | None = None
     eps: float = 0.0
@@ -151,8 +149,7 @@ def rotate_and_store(
     norms: None for a model without head norms.
     cache_rows: [N] int64, the rows of k_buffer and v_buffer [R, kv_heads, size] to which K and V are written.
     scales: the scales of FP8 buffers; None for other dtypes.
-    Returns q [N, heads, size].  The kernel overwrites qkv, unless qkv has splits or gates.  The reference does not.
-    """
+    Returns q [N, heads, size].  The kernel overwrites qkv, unless qkv has splits or gates.  The reference does not."""
     if qkv.ndim == 4:
         qkv = add_partial_sums.reference(qkv, k_buffer.dtype if scales is None else scales.dtype)
     kv_heads = k_buffer.shape[1]
@@ -199,8 +196,7 @@ def write_latents(q_inputs: Tensor, k_up: Tensor, q: Tensor, latent: Tensor, des
 
     The first `rank` values of a query are the first `nope` values of q_inputs times k_up [heads, nope, rank].  The
     rotated values and the latents are the same as from rotate_and_store_latent.  A row of destination.plane has
-    rank + rotary values.  A GPU needs one launch for few rows, and two launches for more.
-    """
+    rank + rotary values.  A GPU needs one launch for few rows, and two launches for more."""
     nope, rank = k_up.shape[1:]
     x, q_rope = q_inputs[..., :nope], q_inputs[..., nope:]
     head_product(x, k_up, q[..., :rank])

@@ -51,8 +51,7 @@ def write_logprobs(
     tokens a request may ask for.  logits: [B, D, V].  rows: [B, W] int64, the row of the logits from which each token
     was sampled.  tokens: [B, W] int64.  length: [B] int64, how many of a request's tokens were emitted.
     num_logprobs: [B] int64, the number of likeliest tokens that each request wants; below 0 for a request without
-    log-probabilities.  Tokens of equal logits are in order of ids.
-    """
+    log-probabilities.  Tokens of equal logits are in order of ids."""
     if not bool((num_logprobs >= 0).any()):
         return
     is_wanted = (torch.arange(tokens.shape[1], device=length.device) < length[:, None]) & (num_logprobs >= 0)[:, None]

@@ -73,8 +73,7 @@ class IndexerInputs(NamedTuple):
 
     q: [N, heads, size].  k: [N, size].  weights: [N, heads] float32 (float64 for float64), the weight of each head.
     norm: the norm of k.  rotation: the RoPE of the first values of q and k.
-    interleaved: whether the two values of a rotated pair are adjacent in q and k; see LatentFormat.interleaved.
-    """
+    interleaved: whether the two values of a rotated pair are adjacent in q and k; see LatentFormat.interleaved."""
 
     q: Tensor
     k: Tensor
@@ -112,8 +111,7 @@ class IndexerScores(NamedTuple):
     row_scores: [B, Q, C + R] float32, the scores of the page table's positions, then those of the staged rows.
     group_scores: [B, Q, ceil(C / SCORE_GROUP_SIZE) + ceil(R / SCORE_GROUP_SIZE)] float32, the highest score of each
     group of SCORE_GROUP_SIZE positions, then of each group of SCORE_GROUP_SIZE staged rows.
-    Scores of positions past a request's length, and of groups that begin there, are undefined.
-    """
+    Scores of positions past a request's length, and of groups that begin there, are undefined."""
 
     row_scores: Tensor
     group_scores: Tensor
@@ -122,7 +120,7 @@ class IndexerScores(NamedTuple):
     def empty(
         cls, batch_size: int, num_queries: int, capacity: int, num_staged_rows: int, device: torch.device
     ) -> IndexerScores:
-        """Returns uninitialised scores, with strides that let a kernel load four scores at once."""
+        """Returns empty buffers; kernels can load four scores at once.  capacity: positions of a page table."""
         sizes = (capacity + num_staged_rows, -(-capacity // SCORE_GROUP_SIZE) + -(-num_staged_rows // SCORE_GROUP_SIZE))
         buffers = (
             torch.empty(batch_size, num_queries, -(-size // 16) * 16, dtype=torch.float32, device=device)[..., :size]
@@ -136,8 +134,7 @@ class SelectedRows(NamedTuple):
 
     rows: [B, Q, K] int32, the chosen rows of the pages, in order of position, then dummy rows.  counts: [B, Q] int64,
     the number of chosen rows of the pages.  If a request has at most topk committed and staged rows, the count is 0,
-    and its queries attend to all rows.  bits: [B, Q, W] int64, the chosen staged rows, in the form of ancestor bits.
-    """
+    and its queries attend to all rows.  bits: [B, Q, W] int64, the chosen staged rows, in the form of ancestor bits."""
 
     rows: Tensor
     counts: Tensor
@@ -248,8 +245,7 @@ class KVSplitPolicy:
 
     num_splits: the number of splits of most requests.  A request whose splits would be shorter than min_split_rows gets
     fewer splits.  A request whose splits would be longer than max_split_rows gets more splits, but at most max_splits;
-    then its splits may be longer than max_split_rows.
-    """
+    then its splits may be longer than max_split_rows."""
 
     num_splits: int
     max_splits: int
@@ -272,8 +268,7 @@ class KVSplitPolicy:
         num_queries: the queries of each request.  group_size: query heads per KV head.  max_rows: the most committed
         rows of a request.  batch_size is rounded up to its bucket (layout.next_bucket), so that a CUDA graph, whose
         batch is padded, and an eager launch get the same splits.  v_size: the values of V per KV head.
-        is_wide_latent: whether a kernel for wide latent rows runs (latent_attention.py, hopper/latent.py).
-        """
+        is_wide_latent: whether a kernel for wide latent rows runs (latent_attention.py, hopper/latent.py)."""
         batch_size, packed_queries = next_bucket(batch_size), num_queries * group_size
         target_programs, num_tiles, min_split_rows, max_split_rows = TARGET_PROGRAMS, 1, MIN_SPLIT_ROWS, MAX_SPLIT_ROWS
         if is_wide_latent:
@@ -318,8 +313,7 @@ class KVSplits:
     table: [B * policy.max_splits, SPLIT_COLUMNS] int32, one row per split; unused rows are undefined.  The splits of a
     request are adjacent, in order of position.  Without a window, requests with longer splits come first.
     starts: [2 · B + 1] int32: each request's first split (B values), the number of all splits (one value), each
-    request's number of splits (B values).
-    """
+    request's number of splits (B values)."""
 
     table: Tensor
     starts: Tensor
@@ -339,8 +333,7 @@ def kv_splits(
 
     length: [B] int64, the number of committed rows.  window: as in LayerSpec; 0 for no window.  positions: [B, Q]
     int64, the positions of the queries, needed only with a window.  Rows before the windows of all queries are left
-    out.  The first split begins at a multiple of SPLIT_ALIGNMENT, so it may contain a few earlier rows.
-    """
+    out.  The first split begins at a multiple of SPLIT_ALIGNMENT, so it may contain a few earlier rows."""
     batch = length.shape[0]
     table = torch.zeros(batch * policy.max_splits, SPLIT_COLUMNS, dtype=torch.int32)
     starts, counts, num_used, ranges = [0] * batch, [0] * batch, 0, []

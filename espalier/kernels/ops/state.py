@@ -95,8 +95,7 @@ def advance(
     count_tokens: whether to count picked tokens, for penalties.  path: the accepted nodes, whose rows must be copied to
     the positions from prefix_len on; None for a prefill pass, whose rows Pass.commit copies.  A slot with num_tokens 0
     is padding and does not change.  Two entries may have the same slot only if they are padding.  Raises EspalierError
-    if sizes do not agree.
-    """
+    if sizes do not agree."""
     table, width = slots.table, picked_tokens.shape[1]
     offsets = torch.arange(width, device=picked_tokens.device)
     decided = offsets < num_tokens[:, None]
@@ -173,8 +172,7 @@ def commit_rows(
 
     Each tensor is [layers, rows, heads, size], such as K or V of a group of layers.  staged: the rows of this pass;
     committed: the rows of pages.  No row may be in `destination_rows` twice, except the dummy row 0, which is not
-    written.  Raises EspalierError if shapes do not agree.
-    """
+    written.  Raises EspalierError if shapes do not agree."""
     staged, committed = check_row_copies(staged, committed, source_rows, destination_rows)
     for src, dst in zip(staged, committed, strict=True):
         dummy = dst[:, DUMMY_ROW].clone()
@@ -188,8 +186,7 @@ def write_results(ring: Tensor, entry_index: Tensor, fields_by_column: Mapping[i
 
     ring: [entries, rows, width] int64, contiguous in the last dimension.  entry_index: [1], the entry's index.
     fields_by_column: for each field its first column, and its values [B, columns] int64 or float32.  A float32 value is
-    written as its bits.  Columns without a field become EMPTY_COLUMN.  Raises EspalierError if sizes do not agree.
-    """
+    written as its bits.  Columns without a field become EMPTY_COLUMN.  Raises EspalierError if sizes do not agree."""
     batch = next(iter(fields_by_column.values())).shape[0]
     entry_rows = ring.new_full((batch, ring.shape[2]), EMPTY_COLUMN)
     for start, field in fields_by_column.items():

@@ -46,8 +46,7 @@ class ConvColumns(NamedTuple):
     q_column, k_column, v_column: the first column of the first head of q, of k and of v.  k_head_stride: columns from
     one head of q or k to the next.  v_group_stride: columns from one group of heads of v to the next; the heads of a
     group share a head of k.  normalizes_qk: whether q and k are L2-normalised, and q is divided by the square root of
-    k_size.
-    """
+    k_size."""
 
     heads: int
     k_heads: int
@@ -116,8 +115,7 @@ class GateInputs(NamedTuple):
     multiples of `column_stride`.
     beta: the logits of beta (beta is their sigmoid), with the same shape and columns as `decay`; None if beta is t
     (Mamba-2).
-    A_log, dt_bias: [heads], float32 or float64.  dt_bounds: the least and the largest t; None: no bound.
-    """
+    A_log, dt_bias: [heads], float32 or float64.  dt_bounds: the least and the largest t; None: no bound."""
 
     decay: Tensor
     beta: Tensor | None
@@ -146,8 +144,7 @@ class RowInputs(NamedTuple):
 
     tail: [table rows, taps - 1, channels], the tails of all slots.  slots: [B], the table row of each batch row.
     parents: [B, width], the parent of each row of a tree; None for a chain.  continues_previous: [B] bool, whether a
-    batch row is the next piece of the prompt whose earlier piece is the batch row before; None: no batch row is.
-    """
+    batch row is the next piece of the prompt whose earlier piece is the batch row before; None: no batch row is."""
 
     tail: Tensor
     slots: Tensor
@@ -161,8 +158,7 @@ class PreparedRows(NamedTuple):
 
     q: [N, k_heads, k_size].  k, v, gates: as in StateRows, but [N, ...].  In a layer with a convolution only, v is the
     convolution's output [N, channels], and q, k and gates are None.  inputs: [N, channels], gets a copy of the
-    convolution's inputs; None: no copy is needed.
-    """
+    convolution's inputs; None: no copy is needed."""
 
     q: Tensor | None
     k: Tensor | None
@@ -187,8 +183,7 @@ class PathRows(NamedTuple):
     snapshot_counts: [B], after how many rows a snapshot is saved; 0: no snapshot.  snapshot_rows: [B], the table row
     that gets the snapshot.  Without snapshots, snapshot_counts and snapshot_rows are None.
     continues_previous, is_last_row: [B] bool, see cache/states.py:StateAccess; None: no request has several batch rows.
-    spare_row: a table row that is never read.  The references write states there that are not needed.
-    """
+    spare_row: a table row that is never read.  The references write states there that are not needed."""
 
     slots: Tensor
     source_rows: Tensor | None
@@ -205,7 +200,7 @@ class PathRows(NamedTuple):
         return (self.row_counts,) if self.snapshot_counts is None else (self.row_counts, self.snapshot_counts)
 
     def store_states(self, table: Tensor, new_states: Tensor, snapshots: Tensor | None = None) -> None:
-        """Write `new_states` [B, ...] to the slots, and `snapshots` to their rows."""
+        """Write to table [table rows, ...]: `new_states` [B, ...] to the slots, and `snapshots` to their rows."""
         ends = self.row_counts > 0 if self.is_last_row is None else self.is_last_row
         table.index_copy_(0, self.slots.where(ends, self.spare_row), new_states)
         if snapshots is not None:
@@ -249,7 +244,9 @@ def prepare_rows(
 
 
 def conv_tail_before(ordered_inputs: Tensor, rows: RowInputs) -> Tensor:
-    """Returns the tails [B, taps - 1, channels]: the inputs before each batch row.  ordered_inputs: [N, channels]."""
+    """Returns [B, taps - 1, channels]: the convolution's inputs just before the first input of each batch row.
+
+    ordered_inputs: [B · width, channels], the inputs of all batch rows, from `in_channel_order`."""
     tail = rows.tail[rows.slots]
     if rows.continues_previous is None or not tail.shape[1]:
         return tail
@@ -276,8 +273,7 @@ def tree_outputs(
     q: [B, D, k_heads, k_size].  ancestor_bits: [B, D, W] int64, as Tree.ancestors.  skip_weight: [heads]; skip_weight ·
     v is added to each output; None: nothing is added.  is_delta_rule: whether rows update states by the delta rule.
     If a node has NaN or infinity, the outputs of the node and its descendants become NaN on a GPU, and all outputs of
-    the tree on a CPU.
-    """
+    the tree on a CPU."""
     before, mask = state.table[state.slots], unpack_bits(ancestor_bits, q.shape[1])
     return _add_skip(row_outputs(q, solve_updates(rows, before, mask, is_delta_rule), before, mask), rows, skip_weight)
 
@@ -327,8 +323,7 @@ class OutputGate(NamedTuple):
 
     values: [N, columns], or partial sums [parts, N, columns] float32.  In `values`, the columns of each
     `adjacent_groups` groups are adjacent, and begin at a multiple of `column_stride`.  is_before_norm: whether the gate
-    is applied before the norm.  If so, each group has its own norm weight; if not, all groups share the weight.
-    """
+    is applied before the norm.  If so, each group has its own norm weight; if not, all groups share the weight."""
 
     values: Tensor
     adjacent_groups: int
@@ -352,8 +347,7 @@ def gated_norm(
 
     gate.is_before_norm decides whether the factor or the norm is applied first.
     weight: the weight of the norm.  None: there is no norm, and the factor is sigmoid(gate), rounded to x's dtype.
-    rounding: how the result is rounded to FP8, for sizes that `can_round_groups` accepts; None: not rounded.
-    """
+    rounding: how the result is rounded to FP8, for sizes that `can_round_groups` accepts; None: not rounded."""
     if rounding is not None:
         unrounded = gated_norm.reference(x, gate, weight, eps)
         assert isinstance(unrounded, Tensor)
@@ -394,6 +388,7 @@ def _make_piecewise_scan(continues_previous: Tensor):
         snapshot_counts: Tensor | None,
         is_delta_rule: bool,
     ) -> ScanResult:
+        """Arguments and result: see `scan`."""
         results, state = [], states[:1]
         for row in range(len(q)):
             row_slice = slice(row, row + 1)

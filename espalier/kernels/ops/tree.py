@@ -37,8 +37,7 @@ class Tree(NamedTuple):
     depths: [B, D] int64, the distance from the root; 1 for void nodes.
     scores: [B, D] float32, the log-probability of the path; 0 for the root, -inf for void nodes.
     ancestors: [B, D, W] int64, W words of bits per node.  Bit j of node i is set if node j is an ancestor of node i, or
-    node i itself.
-    """
+    node i itself."""
 
     tokens: Tensor
     parents: Tensor
@@ -82,6 +81,7 @@ class Tree(NamedTuple):
         return self._void_nodes(self.depths > max_depth.clamp(min=0)[:, None])
 
     def _void_nodes(self, is_void: Tensor) -> Tree:
+        """Returns trees in which the nodes where is_void [B, D] is True are void."""
         itself = self_only_bits(0, self.tokens.shape[1], self.num_ancestor_words, self.tokens.device)
         return Tree(
             self.tokens.masked_fill(is_void, VOID),
@@ -130,8 +130,7 @@ class SelectedBeams(NamedTuple):
 
     scores: [B, K] float32, path scores.  candidate_indices: [B, K] int64, the index of each beam among the candidates.
     parents: [B, K] int64, the index of each beam's parent, 0 to P - 1.  ancestor_bits: [B, K, W] int64, the bits of the
-    draft rows that each beam attends to: its ancestors and itself.
-    """
+    draft rows that each beam attends to: its ancestors and itself."""
 
     scores: Tensor
     candidate_indices: Tensor
@@ -220,8 +219,7 @@ def select_tree(root: Tensor, tokens: Pool, scores: Pool, beams: Pool, topk: int
     A child must not score above its parent, and comes after its parent in the pool.  So the ancestors of a selected
     candidate are selected too.  A candidate with score -inf or NaN does not exist.  If there are too few candidates,
     the remaining nodes are void: token -1, parent 0, depth 1, and only the node's own ancestor bit.  Raises
-    EspalierError for wrong sizes.  Kernel and reference agree exactly.
-    """
+    EspalierError for wrong sizes.  Kernel and reference agree exactly."""
     _, _, steps = check_pool_sizes(root, tokens, scores, beams, topk, num_nodes)
     pool, path_scores = torch.cat(list(tokens), 1), comparable_scores(torch.cat(list(scores), 1))
     beam_indices = torch.cat([pool[:, :0], *beams], 1)
@@ -257,8 +255,7 @@ def select_beams(
     tokens: [B, P, K] int64.  scores: [B, P, K] float32, path scores.  ancestor_bits: [B, P, W] int64, the bits of the
     draft rows that each parent attends to; None: the only parent is the root, which is not a draft row.
     path: [B, rows] int64, the tokens of all draft rows; the beams' tokens are written here.  num_ancestor_words: W.
-    Raises EspalierError for wrong sizes.  Kernel and reference agree exactly.
-    """
+    Raises EspalierError for wrong sizes.  Kernel and reference agree exactly."""
     topk = tokens.shape[2]
     best, index = ordered_topk(scores.flatten(1), topk)
     parents = index // topk
@@ -279,8 +276,7 @@ def accept(
     node.  is_finite: [B, D] bool, whether this token was sampled from finite logits.  max_accept_depth: [B] int64;
     deeper nodes are never accepted.  is_real: [B] bool, False for entries that only pad the batch.
     Siblings have distinct tokens, so at most one child of a node matches.  Of equally deep paths, the path with the
-    lower last node wins.  Raises EspalierError for wrong sizes.  Kernel and reference agree exactly.
-    """
+    lower last node wins.  Raises EspalierError for wrong sizes.  Kernel and reference agree exactly."""
     tokens, parents, depths, _, ancestors = tree
     matches = (tokens == target_tokens.gather(1, parents)) & (depths <= max_accept_depth[:, None]) | (depths == 0)
     last = deepest_node(true_for_all_ancestors(ancestors, matches), depths)

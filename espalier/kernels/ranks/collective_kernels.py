@@ -112,7 +112,7 @@ def _all_reduce_kernel(
     """Write the sum over the ranks to out.  With a residual, write residual + sum to sum_ptr, and the norm of that to
     out.
 
-    OWN_COLUMNS: the number of columns that each rank sums if two-shot; 0 if one-shot."""
+    OWN_COLUMNS: the columns that each rank sums if two-shot; 0 if one-shot.  memory_ptr: to PeerMemory.addresses."""
     pdl_trigger_and_wait(USE_PDL)
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     program = tl.program_id(0)

@@ -61,6 +61,7 @@ class RestartedStepStore(Store):
         self.first_step: int | None = None
 
     def _restarted_key(self, key: str) -> str:
+        """Returns the key with its step counted from 0.  key: "name/step/rank"."""
         name, step, rank = key.rsplit("/", 2)
         self.first_step = int(step) if self.first_step is None else self.first_step
         return f"{name}/{int(step) - self.first_step}/{rank}"
@@ -148,6 +149,7 @@ class PeerCollectives:
         return self.nccl.all_gather(x)
 
     def all_reduce(self, x: Tensor) -> Tensor:
+        """Returns the sum of x [...] over the ranks."""
         rows = x.reshape(-1, x.shape[-1]) if x.ndim else x.reshape(1, 1)
         if not self.kernels.supports_all_reduce(self.memory, rows, x.dtype):
             return self.nccl.all_reduce(x)
@@ -157,12 +159,14 @@ class PeerCollectives:
     def all_reduce_add_norm(
         self, parts: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor] | None:
+        """Returns (residual + the sum of `parts` over the ranks, its RMS norm); None if no kernel can."""
         if not self.kernels.supports_all_reduce(self.memory, parts, residual.dtype) or residual.stride(-1) != 1:
             return None
         two_shot = uses_two_shot(parts, residual.dtype, self.memory.num_ranks)
         return self.kernels.all_reduce_add_norm(self.memory, parts, residual, weight, eps, two_shot)
 
     def gather_columns(self, x: Tensor, columns_per_rank: int, size: int) -> Tensor:
+        """Joins the ranks' x [N, columns] side by side: [N, size].  columns_per_rank: of all but the last ranks."""
         if not self.kernels.supports_gather(self.memory, x, columns_per_rank):
             return self.nccl.gather_columns(x, columns_per_rank, size)
         return self.kernels.gather_columns(self.memory, x, columns_per_rank, size)

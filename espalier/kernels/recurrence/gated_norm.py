@@ -88,7 +88,7 @@ def _gated_norm_kernel(
 def gated_norm(
     x: Tensor, gate: OutputGate, weight: Tensor | None, eps: float = 0.0, rounding: InputScales | None = None
 ) -> InputRows:
-    """See ops/states.py:gated_norm.  Tolerance: two ulps.  An FP8 result has the bits that quantise_rows gives."""
+    """The launcher of ops/states.py:gated_norm.  Tolerance: two ulps; with rounding, the bits of quantise_rows."""
     x = x.contiguous()
     num_rows, groups, size = x.shape
     if rounding is not None and not can_round_groups(size, groups, rounding):

@@ -214,8 +214,8 @@ def _prepare_rows_kernel(
 def prepare_rows(
     inputs: Tensor, gates: GateInputs | None, conv: ShortConv, columns: ConvColumns, rows: RowInputs, out: PreparedRows
 ) -> None:
-    """See ops/states.py:prepare_rows.  Tolerance: one ulp of the inputs' dtype after the convolution, and one more ulp
-    after norms and gates."""
+    """Convolves the inputs and fills `out`, see ops/states.py:prepare_rows.  Tolerance: one ulp of the inputs' dtype
+    after the convolution, and one more ulp after norms and gates."""
     num_rows = inputs.shape[-2]
     if not num_rows:
         return

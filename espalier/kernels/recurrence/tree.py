@@ -75,6 +75,7 @@ def _tree_kernel(
     BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, STEP_COLUMNS: tl.constexpr,
     STAGES: tl.constexpr, LINE_VALUES: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
+    """Computes BLOCK_V output columns of one head, at all nodes.  Tensors named *_t have a column for each node."""
     pdl_trigger(USE_PDL)
     v_blocks: tl.constexpr = (V_SIZE + BLOCK_V - 1) // BLOCK_V
     head, request = tl.program_id(0) // v_blocks, tl.program_id(1).to(tl.int64)
@@ -85,7 +86,6 @@ def _tree_kernel(
     if USE_PDL:
         _prefetch_state(state_ptr, tl.program_id(0) % v_blocks * BLOCK_V, K_SIZE, V_SIZE, BLOCK_K, BLOCK_V, LINE_VALUES)
     pdl_wait(USE_PDL)
-    # Tensors whose names end in _t are transposed: they have a column for each node.
     node = tl.arange(0, BLOCK_R)
     is_node = node < num_nodes
     row = request * num_nodes + node
@@ -183,9 +183,9 @@ def tree_outputs(
     skip_weight: Tensor | None,
     is_delta_rule: bool,
 ) -> Tensor:
-    """See ops/states.py:tree_outputs.  rows: (k, v, gates).  Tolerance: the rounding of the operands
-    (ProductPrecision), times the condition number of I + A.  The states of later rounds are not computed from these
-    products."""
+    """Returns the output of each node, see ops/states.py:tree_outputs.  rows: (k, v, gates).
+    Tolerance: the rounding of the operands (ProductPrecision), times the condition number of I + A.  The states of
+    later rounds are not computed from these products."""
     k, v, gates = rows
     batch, count, heads, v_size = v.shape
     table, slots = state
@@ -253,7 +253,7 @@ class TreePlan(NamedTuple):
 
 def choose_tree_plan(v_size: int, heads: int, block_r: int, products: ProductPrecision, processors: int) -> TreePlan:
     """Chooses the launch parameters.  heads: the heads of all requests together.  block_r: the nodes of a tree, rounded
-    up.
+    up.  processors: the GPU's multiprocessors.
 
     If there are few heads, each head's state is cut into more parts, so that all multiprocessors read.  If a tree has
     many nodes, a head's state is cut into fewer parts, because the program of each part multiplies the keys again.

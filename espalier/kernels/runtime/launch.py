@@ -148,7 +148,7 @@ def tma_descriptor(rows: Tensor, block_rows: int, size: int) -> Any:
 
 @cache
 def _descriptor_class(dtype: torch.dtype, block_rows: int, size: int) -> tuple[Any, Any]:
-    """Returns (Triton's descriptor class, the shared-memory layout of a block)."""
+    """Returns (Triton's descriptor class, the shared-memory layout of a block [block_rows, size])."""
     from triton.experimental.gluon import language
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 

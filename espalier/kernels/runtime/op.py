@@ -41,6 +41,8 @@ def op(
     """
 
     def declare(reference: Callable[P, R]) -> Op[P, R]:
+        """Returns the operation with this reference."""
+
         def first_launch(*args: P.args, **kwargs: P.kwargs) -> R:
             require_triton()
             namespace["launch"] = dispatcher.triton = launcher_of(dispatcher)

@@ -56,5 +56,6 @@ def pdl_wait(USE_PDL: tl.constexpr):
 
 @kernel
 def pdl_trigger_and_wait(USE_PDL: tl.constexpr):
+    """Let the next kernel start, then wait until the previous kernel has ended."""
     pdl_trigger(USE_PDL)
     pdl_wait(USE_PDL)

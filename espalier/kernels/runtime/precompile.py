@@ -105,6 +105,7 @@ class KernelCompiler:
 
 
 def _compile_on_device(compile_kernel: Callable[[], Any], driver: Any, device: int) -> Any:
+    """Calls `compile_kernel` in a thread that has no current device yet.  device: the index of the GPU."""
     # The current device is a property of the thread.
     driver.set_current_device(device)
     kernel = compile_kernel()

@@ -36,7 +36,7 @@ def noise_keys(seed, position):
 
 @kernel
 def random_bits_of_ids(ids, k0, k1):
-    """Returns 32 random bits per token id, as uint32.  ids: int32 of any shape."""
+    """Returns 32 random bits per token id, as uint32.  ids: int32 of any shape.  k0, k1: from noise_keys."""
     return hash_uint32(hash_uint32(ids.to(tl.uint32) ^ k0) + k1)
 
 

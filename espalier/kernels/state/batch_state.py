@@ -59,7 +59,7 @@ def gather_slots(table: SlotTable, slot_indices: Tensor, page_updates: ScatterUp
 def read_chain(
     slots: BatchState, first_offset: int, num_tokens: Tensor, row_width: int, padding: int | None = None
 ) -> TokenChain:
-    """The launcher of ops/state.py:read_chain.  Position prefix_len + first_offset comes first."""
+    """The launcher of ops/state.py:read_chain.  padding: the token of unused columns; None: the root."""
     batch, table, page_size = slots.batch, slots.table, slots.table.layout.page_size
     require("chain: length", num_tokens, (batch,), torch.int64, slots.prefix_len)
     chain = TokenChain(*(num_tokens.new_empty(batch, row_width) for _ in range(3)))

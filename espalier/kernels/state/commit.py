@@ -79,6 +79,7 @@ def commit_rows(
 def _launch_commit(
     staged: Sequence[Tensor], committed: Sequence[Tensor], source_rows: Tensor, destination_rows: Tensor
 ) -> None:
+    """staged, committed: tensors [layers, rows, heads, size].  source_rows, destination_rows: [N]."""
     sizes = tuple(buffer.shape[2] * buffer.shape[3] for buffer in committed)
     blocks = tuple(min(next_power_of_2(size), MAX_BLOCK_SIZE) for size in sizes)
     count, layers = source_rows.shape[0], committed[0].shape[0]

@@ -31,6 +31,7 @@ class KVScales:
 
     @classmethod
     def ones(cls, kv_heads: int, dtype: torch.dtype, device: torch.device) -> KVScales:
+        """Returns scales 1 for all heads.  dtype: the model's dtype."""
         one = torch.ones(kv_heads, device=device)
         return cls(one, one, dtype)
 

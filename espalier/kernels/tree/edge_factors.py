@@ -30,7 +30,8 @@ MIN_TILE_ROWS, MAX_TILE_ROWS = 16, 32
 
 
 def edge_factors_triton(edges: LowRankEdges, depth: int, rows: DepthRows) -> tuple[Tensor, Tensor | None]:
-    """See LowRankEdges.factors; the edges must have a projection.  Raises EspalierError for other shapes or dtypes."""
+    """Returns LowRankEdges.factors of the rows of a depth, counted from 0.  The edges must have a projection.
+    Raises EspalierError for other shapes or dtypes."""
     projection, before = edges.projection, edges.token_factors
     assert projection is not None
     (batch, num_rows), rank = rows.tokens.shape, before.shape[1]

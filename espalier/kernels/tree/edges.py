@@ -70,7 +70,8 @@ def split_projection_columns(weight: Tensor, hidden_size: int, is_recurrent: boo
 class LowRankEdges:
     """The logits of a block draft, which depend on earlier drafted tokens.
 
-    At one depth, the logit of column c after a row is base_logits[c] + (factor of the row) · column_factors[c].
+    A row is an already drafted token or path (DepthRows).  At one depth, the logit of column c after a row is
+    base_logits[c] + (factor of the row) · column_factors[c].
     base_logits: [B, S, C], for S depths.  token_factors: [V, rank].  A row's factor is token_factors[token]; with
     `projection`, see FactorProjection.
     ids: None if the columns are the draft vocabulary; column_factors is then [C, rank].  Otherwise [B, S, C] int64 in

@@ -27,6 +27,7 @@ class AssistantDrafter(AutoregressiveDrafter):
         ModelDrafter.prepare(self, lengths)
 
     def begin(self, slots: BatchState) -> GrowTree:
+        """Runs the root's row.  Returns the function that grows the trees from its logits."""
         positions = slots.prefix_len[:, None].expand(-1, self.layout.beam_rows)
         target_rows = ModuleRows(slots, Prefix(slots.page_table, slots.prefix_len))
         rows = TreeRows(slots, positions, positions, torch.empty_like(positions), [target_rows])
@@ -34,11 +35,12 @@ class AssistantDrafter(AutoregressiveDrafter):
         return partial(self._grow_tree, rows, out, self._logits(out, 1))
 
     def _forward(self, out: DraftOutput, rows: TreeRows, level: int) -> DraftOutput:
+        """Runs the draft over the beams of `level` - 1, to propose `level`.  out: the output of the pass before."""
         tokens = rows.tokens[:, self.layout.draft_rows_above(level - 1) : self.layout.draft_rows_above(level)]
         return self._run_module(rows, tokens, out.last_rows(self.layout.topk).hidden, rows.beam_levels[-1].parents)
 
     def _run_module(self, rows: TreeRows, tokens: Tensor, hidden: Tensor, parents: Tensor | None) -> DraftOutput:
-        """Runs the draft's only module over rows [B, Q], all at the root's position."""
+        """Runs the draft's only module over tokens [B, Q] at the root's position.  hidden, parents: see DraftModule."""
         at = rows.slots.prefix_len[:, None].expand(tokens.shape)
         # No row attends to another row of the draft, so no row goes to the staging buffer.
         nodes = Nodes(at, at[:, :0], at.new_zeros(*at.shape, 1))
@@ -47,6 +49,7 @@ class AssistantDrafter(AutoregressiveDrafter):
     def extend(
         self, slots: BatchState, target_features: Tensor | None, length: Tensor, last_tokens: LastTokens | None = None
     ) -> None:
+        """Stores row length - 1 of target_features [B, W, F], of the token before the new root, for the next round."""
         assert target_features is not None
         if last_tokens is not None:
             # After a prefill pass, only the features of each request's last token are kept.

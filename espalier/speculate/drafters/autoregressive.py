@@ -73,11 +73,13 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
         )
 
     def prepare(self, lengths: CommittedLengths) -> None:
+        """lengths: how many rows of the draft's first module each request has committed."""
         # After a prefix hit, module k attends to k - 1 more cached rows than module 1 (see feeds.py).
         more = self.spec.num_modules - 1
         super().prepare(replace(lengths.with_more_rows(more), exact=False) if more else lengths)
 
     def begin(self, slots: BatchState) -> GrowTree:
+        """Computes the logits of depth 1.  Returns the function that grows the trees from them."""
         at, topk, num_modules = slots.prefix_len[:, None] + self.row_depths, self.layout.topk, self.spec.num_modules
         positions, above = at[:, topk:], at[:, : self.layout.beam_rows]
         rows = TreeRows(slots, positions, above, torch.empty_like(positions), module_rows(slots, num_modules))
@@ -109,6 +111,7 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
         return self.draft.modules[self._module_index(level) - 1]
 
     def _module_index(self, level: int) -> int:
+        """Returns the number, from 1 on, of the module that proposes this level of the tree."""
         return min(level, self.spec.num_modules)
 
     def _logits(self, out: DraftOutput, level: int) -> Tensor:
@@ -141,7 +144,7 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
         return self._module(level)(p, *feed)
 
     def _tree_feed(self, out: DraftOutput, rows: TreeRows, level: int) -> tuple[Feed, Tensor]:
-        """Returns the hidden states that feed the beams of a pass, and the ancestor bits of the beams."""
+        """Returns the beams' input hidden states and ancestor bits, to propose `level`.  out: of the pass before."""
         beams, module, topk = rows.beam_levels[-1], self._module_index(level), self.layout.topk
         feed: Feed = out.last_rows(topk).hidden, beams.parents
         bits, end = beams.ancestor_bits, self.layout.draft_rows_above(level)
@@ -159,6 +162,7 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
     def extend(
         self, slots: BatchState, target_features: Tensor | None, length: Tensor, last_tokens: LastTokens | None = None
     ) -> None:
+        """Runs all modules over the new tokens.  length: [B], their number.  target_features: [B, W, F]."""
         assert target_features is not None
         features, modules = self.draft.fuse(target_features), module_rows(slots, self.spec.num_modules)
         is_split = last_tokens is not None and last_tokens.piece is not None
@@ -191,7 +195,7 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
         is_split: bool,
         needed_row: Tensor | None = None,
     ) -> Tensor:
-        """Runs one module over the new tokens.  Each request has as many rows as `feed` has.
+        """Runs one module over the `length` [B] new tokens.  Each request has as many rows as `feed` has.
 
         Returns the output [B, W, H]; row i belongs to token prefix_len + 1 + i of `rows.slots`.  needed_row: [B], the
         only row of each request whose output is read (Pass.needed_row); None if all outputs are read."""
@@ -217,6 +221,7 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
         return out.hidden
 
     def _module_layers(self, module: int) -> range:
+        """Returns the numbers of a module's layers in the cache.  module: from 1 on."""
         first, count = self.cache.layers.start, self.spec.layers_per_module
         return range(first + (module - 1) * count, first + module * count)
 

@@ -78,7 +78,7 @@ class DrafterWithoutFiles:
         return type(self)(layout, self.root_trees)
 
     def prepare(self, lengths: CommittedLengths) -> None:
-        pass
+        """Does nothing, because there are no draft rows."""
 
     def begin(self, slots: BatchState) -> GrowTree:
         return partial(self.propose, slots)
@@ -93,7 +93,7 @@ class DrafterWithoutFiles:
     def extend(
         self, slots: BatchState, target_features: Tensor | None, length: Tensor, last_tokens: LastTokens | None = None
     ) -> None:
-        pass
+        """Does nothing, because there is no draft model to run over the new tokens."""
 
 
 class NoDrafter(DrafterWithoutFiles):
@@ -152,6 +152,7 @@ class DraftFormat:
         return f"speculators' {', '.join(self.speculators_types)}" if self.speculators_types else ""
 
     def matches(self, config_json: Json) -> bool:
+        """Returns whether the config.json of a checkpoint says that the checkpoint is a draft of this format."""
         speculators_type = config_json.get("speculators_model_type")
         if speculators_type is not None:
             return speculators_type in self.speculators_types

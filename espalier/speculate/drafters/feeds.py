@@ -107,6 +107,7 @@ class ModuleFeeds(ABC):
 
 class ChainFeeds(ModuleFeeds):
     def feed_of(self, module: int) -> Feed:
+        """Returns, for a module (2 to N), the outputs of the module before it, each at the previous token."""
         previous_rows, own_rows = self.rows[module - 2], self.rows[module - 1]
         previous_output = self.outputs[module - 2]
         first = load_carried_field(self.slots, feed_name(module))
@@ -122,12 +123,14 @@ class ChainFeeds(ModuleFeeds):
         return torch.cat((first, previous_output), 1), self.offsets + num_missing[:, None]
 
     def state_to_carry(self, module: int) -> tuple[Tensor, Tensor]:
+        """Returns (values, count): the outputs of the module before, and how many rows they have."""
         return self.outputs[module - 2], self.rows[module - 2].module_length(self.length)
 
     @staticmethod
     def tree_feed(
         slots: BatchState, num_modules: int, module: int, previous_output: Tensor, parents: Tensor, topk: int
     ) -> Feed:
+        """Returns what a module reads at the beams: its carried state, then the outputs of the module before."""
         first = load_carried_field(slots, feed_name(module))
         return first if module == 2 else torch.cat((first, previous_output), 1), parents
 
@@ -142,17 +145,20 @@ class TargetFeeds(ModuleFeeds):
         return torch.cat((first, self.features), 1)
 
     def feed_of(self, module: int) -> Feed:
+        """Returns what a module (2 to N) reads: at each token, the target's feature of the token `module` before."""
         num_missing = self.rows[module - 1].num_missing
         assert num_missing is not None
         return self.hidden, self.offsets + (num_missing + len(self.rows) - module)[:, None]
 
     def state_to_carry(self, module: int) -> tuple[Tensor, Tensor]:
+        """Returns (values, count): at its first token in the next launch, the module reads values[:, count - 1]."""
         return self.hidden, self.length + (len(self.rows) - module + 1)
 
     @staticmethod
     def tree_feed(
         slots: BatchState, num_modules: int, module: int, previous_output: Tensor, parents: Tensor, topk: int
     ) -> Feed:
+        """Returns what a module reads at the beams: the target's features that the slots carry."""
         # A beam at depth d reads feed{module - d + 1}.
         depths = torch.arange(parents.shape[1], device=parents.device) // topk
         return _carried_features(slots, num_modules), (depths + (num_modules - module)).expand_as(parents)

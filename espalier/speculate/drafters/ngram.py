@@ -21,6 +21,7 @@ class NgramDrafter(DrafterWithoutFiles):
     spec = DraftSpec("ngram")
 
     def propose(self, slots: BatchState, sampler: Sampler) -> Tree:
+        """Returns trees with topk branches: each copies the text after an earlier match of the last tokens."""
         topk = self.layout.topk
         if sampler.guide is not None:
             return self._propose_guided(slots, sampler.guide)

@@ -44,6 +44,7 @@ class OnePassDrafter(ModelDrafter[BlockModel]):
         }
 
     def begin(self, slots: BatchState) -> GrowTree:
+        """Computes the logits of all depths.  Returns the function that grows the trees from them."""
         hidden = self._run_block(slots)
         logits = self.draft.block_logits(hidden)
         edges = None if self.draft.edge_scorer is None else self.draft.edge_scorer.score_edges(logits, hidden)
@@ -60,7 +61,7 @@ class OnePassDrafter(ModelDrafter[BlockModel]):
         return hidden[:, first : first + self.layout.steps]
 
     def _block_nodes(self, slots: BatchState, positions: Tensor) -> list[Nodes]:
-        """Returns, for each layer, the Nodes that say to which rows of the block a row attends."""
+        """Returns, for each layer, which rows of the block a row attends to.  positions: [B, rows of the block]."""
         # Here attention reads positions only to apply sliding windows.
         at = slots.prefix_len[:, None].expand(-1, self.block_width) if self.spec.windows_end_at_root else positions
         nodes = {
@@ -72,6 +73,7 @@ class OnePassDrafter(ModelDrafter[BlockModel]):
     def extend(
         self, slots: BatchState, target_features: Tensor | None, length: Tensor, last_tokens: LastTokens | None = None
     ) -> None:
+        """Computes the draft's context rows from target_features [B, W, F].  length: [B], the new tokens."""
         assert target_features is not None
         # Computes the context rows of tokens n .. n+length-1.  The rows after them are padding and are not committed.
         positions, tokens, page_rows = read_chain(slots, 0, length, target_features.shape[1])
@@ -92,7 +94,7 @@ def best_paths(
     """Returns the tree of the best paths.
 
     roots: [B, 1].  logits: [B, steps, draft vocabulary].  edges: give logits that depend on the previous tokens; None
-    to use `logits`."""
+    to use `logits`.  d2t: the target id of each draft id; None if both vocabularies are the same."""
     if edges is None:
         no_scores = roots.scores.expand(-1, logits.shape[1])
         candidates = plain_candidates(

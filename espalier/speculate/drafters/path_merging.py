@@ -51,6 +51,7 @@ class PathMergingDrafter:
         self.drafter.prepare(lengths)
 
     def begin(self, slots: BatchState) -> GrowTree:
+        """Returns the function that grows the trees: those of `drafter`, or only roots, with the paths in them."""
         layout = self.layout
         if layout.drafts:
             grow = self.drafter.begin(slots)
@@ -62,12 +63,14 @@ class PathMergingDrafter:
         )
 
     def _tree_of_guesses(self, slots: BatchState, _sampler: Sampler) -> Tree:
+        """Makes the trees of a CPU from the guesses in the slots alone.  It has the parameters of GrowTree."""
         layout, table = self.layout, slots.table
         tree, kinds = trees_of_guesses(slots, layout.num_draft_tokens, layout.steps, layout.ancestor_words)
         table.candidates.index_copy_(0, slots.index, _pad_to_field(pack_nodes(tree, kinds), table.candidates))
         return tree
 
     def _merge_paths(self, slots: BatchState, tree: Tree, _sampler: Sampler | None = None) -> Tree:
+        """Returns the drafter's trees with the sources' paths in them.  The sampler is not used."""
         paths, table = self._source_paths(slots), slots.table
         paths = None if have_no_paths(paths) else paths
         if not self.layout.shared_rows and paths is None:
@@ -85,19 +88,21 @@ class PathMergingDrafter:
         return tree
 
     def _source_paths(self, slots: BatchState) -> Paths | None:
+        """Returns the paths of all sources; None if the layout has no room for any."""
         steps, paths = self.layout.steps, []
         if self.layout.num_sent_paths:
             paths.append(paths_of_guesses(slots, steps))
         if self.layout.num_text_paths:
-            num_text_paths = paths_of_text(slots, self.layout.num_text_paths, steps)
-            packed = torch.cat((num_text_paths.kinds[..., None], num_text_paths.tokens), -1)
+            text_paths = paths_of_text(slots, self.layout.num_text_paths, steps)
+            packed = torch.cat((text_paths.kinds[..., None], text_paths.tokens), -1)
             slots.table.own_text_paths.index_copy_(0, slots.index, _pad_to_field(packed, slots.table.own_text_paths))
-            paths.append(num_text_paths)
+            paths.append(text_paths)
         return Paths.join(paths) if paths else None
 
     def extend(
         self, slots: BatchState, target_features: Tensor | None, length: Tensor, last_tokens: LastTokens | None = None
     ) -> None:
+        """Runs the draft over the new tokens.  Arguments: see Drafter.extend."""
         self.drafter.extend(slots, target_features, length, last_tokens)
 
 

@@ -28,6 +28,7 @@ class PEagleDrafter(AutoregressiveDrafter):
         self.num_known = torch.zeros(self.layout.max_batch, dtype=torch.int64, device=self.device)
 
     def begin(self, slots: BatchState) -> GrowTree:
+        """Computes the logits of all depths.  Returns the function that grows the trees from them."""
         out = self.draft.output_from_hidden(load_carried_field(slots, "hidden"))
         if self.layout.steps > 1:
             normed = torch.cat((out.normed, self._mask_rows(slots).normed), 1)
@@ -36,6 +37,7 @@ class PEagleDrafter(AutoregressiveDrafter):
         return partial(one_pass.best_paths, roots, self.draft.logits(out), None, self.draft.d2t, self.layout)
 
     def _mask_rows(self, slots: BatchState) -> DraftOutput:
+        """Runs the draft over the S - 1 mask tokens that propose depths 2 to S.  Returns their output."""
         width = self.layout.steps - 1
         rows = one_pass.block_rows(slots, 1, self.num_known[: slots.batch], width, self.spec.mask_token_id)
         # The rows of tokens 1 .. n are committed; token n is the root.

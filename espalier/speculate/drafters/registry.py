@@ -177,6 +177,7 @@ def format_of(config_json: Json, path: Path) -> DraftFormat:
 
 
 def _why_unknown(config_json: Json, path: Path) -> str:
+    """Returns the part of an error text that says why no draft format matches.  path: the draft's directory."""
     speculators_type = config_json.get("speculators_model_type")
     name = architecture_of(config_json) if speculators_type is None else str(speculators_type)
     if name in eagle3.EAGLE_1_2_ARCHITECTURES:

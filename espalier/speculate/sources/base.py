@@ -42,6 +42,7 @@ class Paths(NamedTuple):
 
     @staticmethod
     def join(paths: Sequence["Paths"]) -> "Paths":
+        """Returns the paths of several sources as one: [B, sum of their P, S]."""
         return paths[0] if len(paths) == 1 else Paths(*(torch.cat(parts, 1) for parts in zip(*paths, strict=True)))
 
 

@@ -70,7 +70,7 @@ def calibrate_scores(tree: Tree, kinds: Tensor, survival: Tensor, draft_skill: T
 
 
 def pack_nodes(tree: Tree, kinds: Tensor) -> Tensor:
-    """Returns [B, D] int64: each node packed into one number, which the host reads; VOID for roots and void nodes."""
+    """Returns [B, D] int64: each node and its kind as one number, for the host; VOID for roots and void nodes."""
     packed = (tree.tokens << TOKEN_SHIFT) + (tree.parents << PARENT_SHIFT) + (tree.depths << DEPTH_SHIFT) + kinds
     return packed.masked_fill(_is_root_or_void(tree), VOID)
 
@@ -88,6 +88,7 @@ class CandidateNodes(NamedTuple):
 
     @classmethod
     def unpack(cls, packed: np.ndarray) -> Self:
+        """packed: int64 of any shape, from `pack_nodes`."""
         exists = packed != VOID
         filled = np.where(exists, packed, 0)
         bit_ranges = ((0, DEPTH_SHIFT), (DEPTH_SHIFT, PARENT_SHIFT), (PARENT_SHIFT, TOKEN_SHIFT), (TOKEN_SHIFT, 63))

@@ -35,6 +35,7 @@ class IndexSource(HostSource):
         self.num_texts = 0
 
     def remove_request(self, request: Request) -> None:
+        """Adds the text of a request that has ended to the ring, unless it ended by an error."""
         if request.error is None and request.output:
             self.add_text(request.tokens, client_salt(request.client))
 
@@ -52,6 +53,7 @@ class IndexSource(HostSource):
                 table[_ngram_hashes(text, length, salt) % np.uint64(self.ring_size)] = places[length - 1 :]
 
     def guesses(self, request: Request, max_length: int) -> list[Guess]:
+        """Returns the continuations, in served texts of the same client, of the last tokens of the request."""
         last = (request.prompt[-MAX_MATCHING:] + request.output[-MAX_MATCHING:])[-MAX_MATCHING:]
         start = request.num_tokens - 1
         return [
@@ -64,7 +66,7 @@ class IndexSource(HostSource):
     ) -> list[tuple[int, tuple[int, ...]]]:
         """Returns (number of matching tokens, the tokens that followed) for each place with the same last tokens.
 
-        The places of longer n-grams come first."""
+        The places of longer n-grams come first.  salt: from `client_salt`, of the client whose texts are searched."""
         text, found_continuations, seen_places = np.array(last_tokens, dtype=np.int64), [], set()
         for length, table in self.ring_index_tables.items():
             if len(last_tokens) < length:
@@ -118,7 +120,7 @@ def _ngram_hash(ngram: Sequence[int], salt: int) -> int:
 
 
 def _ngram_hashes(text: np.ndarray, ngram_length: int, salt: int) -> np.ndarray:
-    """Returns [n - ngram_length + 1] uint64: the hashes of all n-grams of this length, in order."""
+    """Returns [n - ngram_length + 1] uint64: the hashes of all n-grams of text [n], in order.  salt: client_salt."""
     hashes = np.full(len(text) - ngram_length + 1, salt, dtype=np.uint64)
     for at in range(ngram_length):
         hashes = (hashes ^ text[at : at + len(hashes)].astype(np.uint64)) * HASH_FACTOR

@@ -24,6 +24,7 @@ class IndexedText:
         self.add_tokens(tokens)
 
     def add_tokens(self, tokens: Sequence[int]) -> None:
+        """Appends tokens to the text, and maps each n-gram that ends before a token to the position of the token."""
         for token in tokens:
             end = len(self.tokens)
             for length, next_positions in self.next_positions.items():
@@ -62,6 +63,7 @@ class OwnTextSource(HostSource):
             self.text_by_request[request.id].add_tokens(tokens)
 
     def guesses(self, request: Request, max_length: int) -> list[Guess]:
+        """Returns the continuations, in the request's own text, of its last tokens."""
         start = request.num_tokens - 1
         return [
             Guess(start, path_kind("text", match_strength(matching)), continuation)

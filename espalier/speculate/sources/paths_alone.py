@@ -57,7 +57,7 @@ def _add_guess_path(
 ) -> None:
     """Adds a path.  Nodes with the same tokens from the root down become one node, with the higher of their scores.
 
-    node_indices: the index in `tree_nodes` of each node, by its token and parent."""
+    survival: a score for each depth.  node_indices: each node's index in `tree_nodes`, by its token and parent."""
     parent, score = 0, 0.0
     for depth, token in enumerate(tokens):
         if token == NO_TOKEN:

@@ -58,6 +58,7 @@ class PredictionSource(HostSource):
             self.add_tokens(request, request.output)
 
     def add_tokens(self, request: Request, tokens: Sequence[int]) -> None:
+        """Called when `tokens` were appended to the output: follows them through the prediction."""
         progress = self.progress.get(request.id)
         if progress is not None:
             first = len(request.output) - len(tokens)
@@ -66,6 +67,7 @@ class PredictionSource(HostSource):
             request.num_predicted = sum(progress.has_appeared)
 
     def guesses(self, request: Request, max_length: int) -> list[Guess]:
+        """Returns the next tokens of the prediction, if the last tokens of the output agree with it."""
         progress = self.progress.get(request.id)
         # While the output does not agree with the prediction, there is nothing to guess.
         if progress is None or (request.output and not progress.num_matching):

@@ -91,7 +91,7 @@ class SurvivalCounts:
         num_drafted: int | None = None,
         is_sampled: bool = False,
     ) -> int:
-        """Counts a path of a source.  Returns how many tokens at the path's start the target picked too.
+        """Counts a path of this kind (path_kind).  Returns how many tokens at the path's start the target picked too.
 
         emitted: the tokens that the target picked at the depths of the path.  num_drafted: how many of the path's
         tokens the draft proposed too; None without a draft."""
