@@ -56,8 +56,7 @@ class ForwardContext:
 
     attend: computes a layer's attention call, (module, q, k, v, mask, **options) -> [B, Q, heads, v_size], with
     q [B, heads, Q, k_size] and k, v [B, kv_heads, Q, size] of the new rows.  mask, options: from transformers.
-    live: [B · Q] bool, the rows that experts compute.  inputs: the captured inputs by layer; layers add entries.
-    """
+    live: [B · Q] bool, the rows that experts compute.  inputs: the captured inputs by layer; layers add entries."""
 
     attend: Callable[..., Tensor]
     live: Tensor
@@ -128,7 +127,7 @@ def mlp_of(module: Any, activation: Activation) -> Callable[[Tensor], Tensor]:
     """Returns a function that computes the MLP `module`.  The linear layer that the module defines last is `down`."""
     *inputs, down = (child for child in module.children() if isinstance(child, nn.Linear))
     gate_up, outer = linear_of(*inputs), linear_of(down)
-    return lambda x: outer(gate_up.gated(x.reshape(-1, x.shape[-1]), activation)).view(x.shape)
+    return lambda x: outer(gate_up.activated_product(x.reshape(-1, x.shape[-1]), activation)).view(x.shape)
 
 
 def experts_of(module: Any, activation: Activation) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
@@ -161,8 +160,7 @@ class TransformersTarget:
     replacements: for a module's class, the function that makes the replacement of the module's forward.
     stacked: for a module's class, the names of its linear layers that become one StackedLinears.
     captured_layers: the layers whose inputs a pass returns; the number of layers means the last layer's output.
-    config, layer_specs: set by the loader.
-    """
+    config, layer_specs: set by the loader."""
 
     config: ModelConfig
     layer_specs: tuple[LayerSpec, ...]
@@ -273,8 +271,7 @@ def load_by_transformers(
     weights_by_name: None if transformers reads the weights from the config's directory.
 
     Raises EspalierError for files or weights that are missing, cut short, misshapen or not used, and for layers that
-    cannot be captured.
-    """
+    cannot be captured."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
     from transformers.utils import logging as bars
 

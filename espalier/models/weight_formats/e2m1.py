@@ -142,6 +142,7 @@ class Nvfp4Format(QuantisedFormat):
         )
 
     def stored_matrix(self, tensors: Mapping[str, Tensor], row_counts: Sequence[int], columns: int) -> QuantisedMatrix:
+        """Returns the stacked matrix.  tensors: by suffix.  row_counts: the number of rows of each matrix in it."""
         scales, factor = tensors[self.suffixes.scales], tensors[self.suffixes.factor].flatten().double()
         wrong = factor[~((factor > 0) & factor.isfinite())]
         if wrong.numel():

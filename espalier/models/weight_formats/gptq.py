@@ -75,6 +75,7 @@ class GptqFormat(QuantisedFormat):
         return {**tensors, ".g_idx": column_groups_of_part(tensors[".g_idx"], columns, self.group_size)}
 
     def stored_matrix(self, tensors: Mapping[str, Tensor], row_counts: Sequence[int], columns: int) -> QuantisedMatrix:
+        """Returns the stacked matrix.  tensors: by suffix.  row_counts: the number of rows of each matrix in it."""
         packed, group = tensors[".qweight"], self.group_size or columns
         order = common_column_order(tensors[".g_idx"], group)
 
@@ -133,6 +134,7 @@ class AwqFormat(QuantisedFormat):
         )
 
     def stored_matrix(self, tensors: Mapping[str, Tensor], row_counts: Sequence[int], columns: int) -> QuantisedMatrix:
+        """Returns the stacked matrix.  tensors: by suffix.  row_counts: the number of rows of each matrix in it."""
         packed = tensors[".qweight"]
 
         def unpack_rows(begin: int, end: int) -> Tensor:
