@@ -98,7 +98,8 @@ def _subschemas(schema: Any) -> Iterator[dict[str, Any]]:
 
 
 class _SchemaRewriter:
-    """Rewrites a schema and its subschemas.  rules: the keywords of a subschema.  path: its JSON pointer."""
+    """Rewrites a schema and its subschemas.  rules: the keywords of a subschema.  path: its JSON pointer.
+    depth: the number of schemas around it.  value: a keyword's value."""
 
     def __init__(self, root: Any, strict: bool):
         self.root_schema = root
@@ -245,6 +246,7 @@ class _SchemaRewriter:
     def _rewritten_type(
         self, type_name: str, rules: dict[str, Any], path: str, depth: int, has_other_types: bool
     ) -> dict[str, Any]:
+        """Returns the enforceable form of a subschema for one of its types.  has_other_types: whether it has more."""
         rules_of_type = {rule: value for rule, value in rules.items() if rule in KEYWORDS_OF[type_name]}
         if has_other_types and type_name != "string" and not is_known_format(type_name, rules_of_type.get("format")):
             rules_of_type.pop("format", None)

@@ -153,7 +153,7 @@ def check_count_keywords(rules: dict[str, Any], path: str) -> None:
 
 
 def string_rules(rules: dict[str, Any], path: str) -> dict[str, Any]:
-    """Returns a string schema with one pattern for all rules.  The allowed texts need no escapes in JSON."""
+    """Returns a string schema with one pattern for all `rules`.  The allowed texts need no escapes in JSON."""
     if "format" in rules and rules["format"] in ANNOTATION_FORMATS["string"]:
         del rules["format"]
     if not rules:
@@ -181,7 +181,7 @@ def string_rules(rules: dict[str, Any], path: str) -> dict[str, Any]:
 
 
 def number_rules(rules: dict[str, Any], type_name: str, path: str) -> dict[str, Any]:
-    """Returns the schema of a number or an integer.  An integer's bounds are rounded to integers."""
+    """Returns the schema of a number or an integer from its keywords `rules`.  An integer's bounds are rounded."""
     number_schema: dict[str, Any] = {}
     rules = _apply_integer_format(rules, type_name, path)
     for rule, value in rules.items():
@@ -224,6 +224,7 @@ def _apply_integer_format(rules: dict[str, Any], type_name: str, path: str) -> d
 
 
 def is_known_format(type_name: str, format: Any) -> bool:
+    """Whether `format` is supported for values of this type."""
     names = {
         *(FORMATS if type_name == "string" else INTEGER_BOUNDS if type_name == "integer" else ()),
         *ANNOTATION_FORMATS.get(type_name, ()),

@@ -38,7 +38,7 @@ ExpertMatrices = tuple[ExpertMatrix, ExpertMatrix, ExpertBiases | None]
 def load_experts(
     weights: Weights, experts: Experts, prefix: str, hidden: int, shared_activation: Activation = SILU
 ) -> MixtureMLP:
-    """Loads the mixture-of-experts block under `prefix`.  shared_activation: the activation of shared experts."""
+    """Loads the mixture of experts under `prefix`.  hidden: the hidden size.  shared_activation: of shared experts."""
     routing = experts.routing
     # The router is read first, because its shape shows whether the number of experts is right.
     router = weights.load(f"{prefix}{experts.router_name}.weight", routing.num_experts, hidden)
@@ -77,6 +77,7 @@ def load_experts(
 
 
 def _load_joined_experts(weights: Weights, experts: Experts, prefix: str, hidden: int) -> ExpertMatrices:
+    """Loads experts that are stored as one tensor for gate and up and one for down.  hidden: the hidden size."""
     gate_up, down = (f"{prefix}{name}" for name in experts.joined_names)
     count, size = experts.routing.num_experts, experts.intermediate_size
     if gate_up not in weights:
@@ -97,6 +98,7 @@ def _load_joined_experts(weights: Weights, experts: Experts, prefix: str, hidden
 
 
 def _load_separate_experts(weights: Weights, experts: Experts, prefix: str, hidden: int) -> ExpertMatrices:
+    """Loads experts that are stored as matrices of their own.  hidden: the hidden size."""
     if experts.has_biases:
         raise EspalierError("experts that are stored apart are supported only without biases; use another model")
     count, size = experts.routing.num_experts, _intermediate_part_of_rank(weights, experts)
@@ -113,6 +115,7 @@ def _unstack_experts(matrix: ExpertMatrix, num_experts: int) -> ExpertMatrix:
 
 
 def _load_stacked_experts(weights: Weights, experts: Experts, prefix: str, hidden: int) -> ExpertMatrices:
+    """Loads experts that are stored in GPT-OSS's layout, [experts, in, out].  hidden: the hidden size."""
     count, part, name = experts.routing.num_experts, _intermediate_part_of_rank(weights, experts), f"{prefix}experts."
     size = part.size
     if weights.formats(f"{prefix}experts").name != DENSE:

@@ -117,7 +117,7 @@ class Quantiser:
         return next((size for size in sizes if columns % size == 0), None)
 
     def is_quantised(self, name: str, columns: int) -> bool:
-        """Whether a matrix is quantised.  name: the matrix's name without `.weight`."""
+        """Whether a matrix with this number of columns is quantised.  name: its name without `.weight`."""
         return self.group_size_for(columns) is not None and not self.stays_dense(name)
 
     def storage_formats(self, columns_by_matrix: Mapping[str, int]) -> FormatLookup:

@@ -57,8 +57,7 @@ class Weights:
     shards: the number of ranks, and which part of each divided matrix this rank holds.
     allow_bin: whether pytorch_model.bin, which many drafts have, may be read (with weights_only).
     stored_names: maps the names in files (stored names) to own names (stored_names.py).  All methods take own names.
-    other_parts: the parts of a multimodal model that are not loaded, such as a vision tower, by name.
-    """
+    other_parts: the parts of a multimodal model that are not loaded, such as a vision tower, by name."""
 
     shards: Shards = SINGLE_RANK
 
@@ -254,8 +253,7 @@ class Weights:
         """Returns `num_experts` experts [rows, columns].  Each stored tensor holds all experts.  The tensor's name is
         name + matrix_name + a suffix of the format.
 
-        rows: one or more parts of an expert's rows.  The result has the rows of all parts, in order.
-        """
+        rows: one or more parts of an expert's rows.  The result has the rows of all parts, in order."""
         format, parts, column_part = self.formats(name), [as_rank_part(size) for size in rows], as_rank_part(columns)
         self.require_parts([f"{name}{matrix_name}"], (*rows, columns))
         with self._matrix_names_in_errors([f"{name}{matrix_name}"]):
@@ -368,6 +366,7 @@ class Weights:
         return self.load_exact(name, size) + offset if offset else self.load(name, size)
 
     def norm(self, name: str, size: int, eps: float, offset: float = 0.0) -> RMSNorm:
+        """Returns an RMS norm.  name: without `.weight`.  offset: a number that is added to the stored weight."""
         return RMSNorm(self.norm_weight(f"{name}.weight", size, offset), eps)
 
     def mlp(

@@ -88,6 +88,7 @@ def _layer_specs(config: ModelConfig) -> tuple[LayerSpec, ...]:
 
 
 def _load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int, rope: RopeTables) -> DecoderLayer:
+    """Loads layer number `layer`, whose weights' names begin with `prefix`, with the computed size of the MLP."""
     return load_layer(weights, replace(config, intermediate_size=_mlp_size(config)), prefix, layer, rope)
 
 

@@ -127,6 +127,7 @@ def _load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int, 
 
 
 def _load_mamba(weights: Weights, config: ModelConfig, prefix: str) -> Mamba2:
+    """Loads the Mamba-2 block whose weights' names begin with `prefix`."""
     fields = config.raw
     options = {"bias": False, "conv_bias": bool(fields["use_conv_bias"]), "dt_limits": fields["time_step_limit"]}
     return load_mamba2(weights, prefix, _recurrent_state(config), config.hidden_size, config.rms_norm_eps, **options)

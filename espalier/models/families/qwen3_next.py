@@ -100,6 +100,7 @@ def load_mixer(weights: Weights, config: ModelConfig, prefix: str, layer: int, r
 
 
 def load_gated_attention(weights: Weights, config: ModelConfig, prefix: str, rope: RopeTables) -> GatedAttention:
+    """Loads the attention under `prefix`, in which q_proj stacks q and the gate of each head."""
     size, hidden = config.head_size, config.hidden_size
     rows = (2 * config.heads * size, config.kv_heads * size, config.kv_heads * size)
     return GatedAttention(
@@ -119,6 +120,7 @@ def load_delta_net(weights: Weights, config: ModelConfig, prefix: str) -> DeltaN
     inner, is_grouped = state.heads * state.v_size, weights.has_matrix(f"{prefix}in_proj_qkvz")
 
     def load_joined(joined_name: str, separate_names: tuple[str, str], rows: tuple[int, int]) -> Linear:
+        """Loads two matrices as one layer, in either way of storage.  rows: the rows of each matrix."""
         names, sizes = ((joined_name,), (sum(rows),)) if is_grouped else (separate_names, rows)
         return weights.linear(prefix, names, sizes, hidden, bias=False)
 

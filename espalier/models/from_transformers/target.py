@@ -70,7 +70,7 @@ FORWARD_CONTEXT: ContextVar[ForwardContext] = ContextVar("forward context")
 def attend(
     module: nn.Module, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None = None, **options: Any
 ) -> tuple[Tensor, None]:
-    """The attention function that is registered with transformers."""
+    """The attention function that is registered with transformers.  q, k, v: [B, heads, rows, size]."""
     return FORWARD_CONTEXT.get().attend(module, q, k, v, attention_mask, **options), None
 
 
@@ -105,7 +105,7 @@ class StackedLinears:
         self.outputs: tuple[Tensor, ...] = ()
 
     def output(self, index: int, x: Tensor) -> Tensor:
-        """Returns the output of the layer with this index."""
+        """Returns the output of the layer with this index.  x: the layer's input."""
         if x is not self.x:
             self.x, self.outputs = x, self.product(x).split(self.sizes, -1)
         out = self.outputs[index]
@@ -135,6 +135,7 @@ def experts_of(module: Any, activation: Activation) -> Callable[[Tensor, Tensor,
     gate_up, down = module.gate_up_proj.data, module.down_proj.data
 
     def run_experts(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Returns [N, H].  hidden_states: [N, H].  top_k_index, top_k_weights: [N, k], the experts of each row."""
         context, exact_dtype = FORWARD_CONTEXT.get(None), torch.promote_types(hidden_states.dtype, torch.float32)
         live, weights = None if context is None else context.live, top_k_weights.to(exact_dtype)
         parts = grouped_experts(
@@ -155,7 +156,7 @@ REPLACEMENT_MAKERS: tuple[MakeForward, ...] = (
 
 
 class TransformersTarget:
-    """A CausalLM (espalier/models/base.py) whose layers are those of a model of transformers.
+    """A CausalLM (espalier/models/base.py) whose layers are those of `model`, a model of transformers.
 
     replacements: for a module's class, the function that makes the replacement of the module's forward.
     stacked: for a module's class, the names of its linear layers that become one StackedLinears.
@@ -231,6 +232,7 @@ class TransformersTarget:
         return rows.to(hidden.dtype).view(*hidden.shape[:-1], -1)
 
     def __call__(self, p: Pass) -> ModelOutput:
+        """Returns the hidden states of a pass, and the inputs of the captured layers."""
         # Nodes of a tree may have positions after the longest context.  These nodes are never accepted.
         positions = p.positions.clamp(max=self.config.max_position - 1)
         hidden, inputs = self.run(p.tokens, positions, partial(self._attend, p, iter(enumerate(self.layer_specs))))
