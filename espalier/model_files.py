@@ -80,8 +80,7 @@ def require_files(directory: Path) -> None:
 def read_json(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
     """Returns the JSON object of a file.
 
-    Raises EspalierError naming the file if it is missing, no regular file, too large, too deep, or no JSON object.
-    """
+    Raises EspalierError naming the file if it is missing, no regular file, too large, too deep, or no JSON object."""
     try:
         require_regular(path, max_bytes)
         with path.open("rb") as file:
@@ -166,8 +165,7 @@ class TensorInfo:
 class GGUF:
     """The header of a model in one or several GGUF files.
 
-    metadata: values by field name.  An array of strings is represented by its length, an int.  tensors: by name.
-    """
+    metadata: values by field name.  An array of strings is represented by its length, an int.  tensors: by name."""
 
     path: Path
     metadata: Mapping[str, Any]
@@ -269,6 +267,7 @@ class _GGUFHeaderReader:
         )
 
     def _read_tensors(self, num_tensors: int, alignment: Any) -> dict[str, TensorInfo]:
+        """Reads where the tensors are.  alignment: general.alignment; the data begin at a multiple of so many bytes."""
         if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
             raise EspalierError(f"{self.path}: general.alignment = {shown(alignment)}; a power of two is needed")
         entries: dict[str, tuple[tuple[int, ...], int, int]] = {}
