@@ -79,8 +79,8 @@ def prompt_too_long(size: str, max_context: int, max_position: int | None = None
 def output_too_long(
     name: str, value: int, prompt_tokens: int, max_context: int, max_position: int | None = None
 ) -> ContextOverflow:
-    """Returns the error for max_tokens or min_tokens that does not fit after the prompt.  name: the user's name for the
-    parameter.  For the words of the message and for max_position, see `prompt_too_long`."""
+    """Returns the error for max_tokens or min_tokens of `value` that does not fit after the prompt.  name: the user's
+    name for the parameter.  For the words of the message and for max_position, see `prompt_too_long`."""
     limit, raise_advice = _context_limit(max_context, max_position)
     return ContextOverflow(
         f"{name}={value} is more than fits after the prompt of {prompt_tokens} tokens; {limit}; use at most "
@@ -98,7 +98,8 @@ def _context_limit(max_context: int, max_position: int | None) -> tuple[str, str
 
 
 def without_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object_pairs_hook for json.loads.  It refuses a repeated key, of which json would keep only the last value."""
+    """An object_pairs_hook for json.loads, which passes the pairs (key, value) of an object.  Refuses a repeated key,
+    of which json would keep only the last value."""
     value = dict(pairs)
     if len(value) < len(pairs):
         [(name, _)] = Counter(name for name, _ in pairs).most_common(1)

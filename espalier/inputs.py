@@ -335,7 +335,7 @@ def _joined_content(index: int, content: Any) -> str | None:
 def make_detokenizer(
     tokenizer: Tokenizer | None, prompt: Sequence[int], params: ResolvedParams
 ) -> TextStream | MessageStream | None:
-    """Returns the stream that turns a request's tokens into text; None without a tokenizer."""
+    """Returns the stream that turns a request's tokens, after `prompt`, into text; None without a tokenizer."""
     if tokenizer is None:
         return None
     if params.output_form is not None:

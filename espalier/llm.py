@@ -412,7 +412,7 @@ def _params_per_prompt(
 
 @contextmanager
 def number_prompt_errors(index: int, num_prompts: int) -> Iterator[None]:
-    """Add the prompt's number to errors if there are several prompts."""
+    """Add the prompt's number, `index`, to errors if there are several prompts."""
     try:
         yield
     except EspalierError as error:

@@ -127,7 +127,7 @@ def named_file(directory: Path, name: Any, source: Path) -> Path:
 
 
 def _parse_json_constant(name: str) -> float:
-    """Returns the float for Infinity or -Infinity.  Refuses NaN."""
+    """Returns the float for `name`, Infinity or -Infinity.  Refuses NaN."""
     if name == "NaN":
         raise ValueError("NaN is no value")
     return float(name)

@@ -209,8 +209,8 @@ def may_be_exponential(pattern: str) -> bool:
 
 
 def _read_atom(pattern: str, index: int) -> tuple[int, str, bool]:
-    """Reads the atom, bracket or | at `index`.  Returns (its end, its first character, whether it opens an atomic
-    group)."""
+    """Reads the atom, bracket or | at `index` of the pattern.  Returns (its end, its first character, whether it opens
+    an atomic group)."""
     first = pattern[index]
     if first == "\\":
         end = index + 2

@@ -242,6 +242,7 @@ class _RegexParser:
         return Chars(complement(self.newlines)) if char == "." else _node_of_characters(self._read_literal(char, at))
 
     def _read_literal(self, char: str, position: int) -> Characters:
+        """Returns `char`, which stands for itself.  position: its index in the regex, for the error."""
         if SURROGATES[0] <= ord(char) <= SURROGATES[1]:
             raise self._refusal_at(
                 f"half of a surrogate pair, {char!r}", r"write the character, or \U and 8 hex digits", position

@@ -163,6 +163,7 @@ def alt(branches: list[Node]) -> Node:
 
 
 def repeat(repeated: Node, minimum: int, maximum: int | None) -> Node:
+    """Returns a node for `minimum` to `maximum` repetitions; maximum None: no upper limit."""
     if repeated == EMPTY_TEXT or maximum == 0 or (repeated == NO_TEXT and minimum == 0):
         return EMPTY_TEXT
     return repeated if repeated == NO_TEXT or (minimum, maximum) == (1, 1) else Repeat(repeated, minimum, maximum)

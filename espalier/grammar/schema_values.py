@@ -58,6 +58,7 @@ def length_bounds(node: Node) -> tuple[int, float]:
 
 
 def _with_max_length(node: Node, maximum: int) -> Node:
+    """Returns the node without some texts, so that no text is longer than `maximum` characters."""
     low, high = length_bounds(node)
     if high <= maximum:
         return node

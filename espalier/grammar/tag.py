@@ -98,6 +98,7 @@ def ebnf_of_choices(choices_json: str) -> str:
 
 
 def _ebnf_literal(text: str) -> str:
+    """Returns the string literal of xgrammar's EBNF that matches exactly `text`."""
     # In xgrammar, \u reads four hex digits, but \x would read all hex digits that follow.
     special = {'"': '\\"', "\\": "\\\\"}
     return '"' + "".join(special.get(c, c if c >= " " else f"\\u{ord(c):04x}") for c in text) + '"'

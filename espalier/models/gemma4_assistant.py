@@ -193,6 +193,7 @@ def make_assistant(weights: Weights, config: AssistantConfig, target: CausalLM, 
 
 
 def _load_clustered_head(weights: Weights, config: AssistantConfig, head: Tensor) -> ClusteredHead:
+    """Returns the lm_head that scores only the tokens of the likeliest clusters.  head: the rows of all tokens."""
     vocab, prefix = config.layer.vocab_size, "masked_embedding."
     order = weights.load_raw(f"{prefix}token_ordering", vocab).to(weights.device, torch.int64)
     if not torch.equal(order.sort().values, torch.arange(vocab, device=order.device)):

@@ -302,7 +302,8 @@ def _load_latent_attention(
 def _load_indexer(
     weights: Weights, config: IndexerConfig | None, prefix: str, q_rank: int | None, columns: int, layer: int
 ) -> Indexer | None:
-    """Loads the indexer of a layer, the whole indexer on every rank.  Returns None for a layer without an indexer."""
+    """Loads the indexer of a layer, the whole indexer on every rank; None for a layer without one.  q_rank: the size of
+    the queries' latent.  columns: the input size."""
     if config is None or q_rank is None:
         return None
     indexer_prefix = f"{prefix}indexer."

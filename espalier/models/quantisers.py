@@ -377,7 +377,7 @@ def _write_copy(
     config: Mapping[str, Any],
     on_file_done: Callable[[], None],
 ) -> QuantiseReport:
-    """Writes the copy, with config.json last, so that a partial copy cannot be loaded."""
+    """Writes the copy of `path` to `out`, with config.json last, so that a partial copy cannot be loaded."""
     report, weight_map, columns_by_matrix = QuantiseReport(), dict[str, str](), dict[str, int]()
     for file in safetensors_files(path):
         tensors = dict(_quantised_tensors(file, quantiser, device, report, columns_by_matrix))

@@ -156,7 +156,7 @@ class Weights:
         return tensor.reshape(shape)
 
     def require_shape(self, name: str, shape: tuple[int, ...]) -> None:
-        """Raises EspalierError if a weight is missing or has another shape.  No data is read."""
+        """Raises EspalierError if the weight `name` is missing or has another shape.  No data is read."""
         if name not in self:
             raise EspalierError(
                 f"weight {name!r} {list(shape)} is missing from {self.path}; the checkpoint is incomplete, or its "
@@ -379,7 +379,7 @@ class Weights:
         sums_over_ranks: bool = True,
         names: MLPNames = GATE_UP_DOWN,
     ) -> GatedMLP:
-        """Returns the dense MLP under `prefix`.  sums_over_ranks: see `linear`."""
+        """Returns the dense MLP under `prefix`.  hidden: its input and output size.  sums_over_ranks: see `linear`."""
         part = self.shards.part(intermediate_size, "intermediate size")
         gate_up = self.linear(prefix, *stored_matrices(names.gate_up, (part,) * activation.num_matrices), hidden, bias)
         return GatedMLP(gate_up, self.linear(prefix, (names.down,), (hidden,), part, bias, sums_over_ranks), activation)

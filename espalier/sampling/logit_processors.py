@@ -74,8 +74,8 @@ class SlotSamplingParams:
         """Reads the rows of a batch's slots.  sampling_features: which processors the batch needs; others get None."""
         table, index = slots.table, slots.index
 
-        def gather_rows(value: Tensor, needed: bool) -> Tensor | None:
-            return value[index] if needed else None
+        def gather_rows(slot_rows: Tensor, is_needed: bool) -> Tensor | None:
+            return slot_rows[index] if is_needed else None
 
         return cls(
             ints=table.ints[index],

@@ -134,6 +134,7 @@ def _load_mamba(weights: Weights, config: ModelConfig, prefix: str) -> Mamba2:
 
 
 def _load_embedding(weights: Weights, config: ModelConfig, embedding_scale: float) -> Embedding:
+    """Loads the embedding.  embedding_scale: the factor of every embedding."""
     return Embedding(weights.load("model.embeddings.weight", config.vocab_size, config.hidden_size), embedding_scale)
 
 

@@ -58,15 +58,15 @@ class GatedMLP:
         return self.down.weight.num_partial_sums(num_rows)
 
     def write_partial_sums(self, x: Tensor, out: Tensor) -> None:
-        """Writes partial sums of the output to out [num_partial_sums, B·Q, hidden], float32 or float64."""
+        """Writes partial sums of the output for rows x to out [num_partial_sums, B·Q, hidden], float32 or float64."""
         self.down.write_partial_sums(self._activated_rows(x), out)
 
     def summed_output(self, x: Tensor) -> Tensor:
-        """Returns the output [B·Q, hidden] as one tensor, never as partial sums."""
+        """Returns the output [B·Q, hidden] for rows x as one tensor, never as partial sums."""
         return self.down(self._activated_rows(x))
 
     def _activated_rows(self, x: InputRows) -> InputRows:
-        """Returns the activations [B·Q, intermediate], in the form that `down` takes."""
+        """Returns the activations [B·Q, intermediate] for rows x, in the form that `down` takes."""
         return self.gate_up.activated_product(x, self.activation, self.down.rounding)
 
 
@@ -199,7 +199,7 @@ def rounding_in_norm(gate_up: ExpertMatrix, x: Tensor) -> InputScales | None:
 
 
 def _shared_expert_tiles(shared: GatedMLP, gate_up: ExpertMatrix, down: ExpertMatrix) -> SharedExperts | None:
-    """Returns the weights of the shared MLP as SharedExperts.
+    """Returns the weights of the shared MLP as SharedExperts.  gate_up, down: the matrices of the experts.
     Returns None if the shared MLP or the experts are quantised, if the shared MLP has a bias, or if the intermediate
     size of the shared MLP is not a multiple of an expert's."""
     layers = (shared.gate_up, shared.down)

@@ -117,12 +117,14 @@ def read_compressed_tensors(quantisation: Mapping[str, Any]) -> FormatLookup:
     if not groups and quantisation.get("kv_cache_scheme") is None:
         raise EspalierError("quantization_config has no config_groups; download config.json again")
 
-    def format_of(name: str) -> WeightFormat:
-        if any(matches_module(name, pattern) for pattern in ignored):
+    def format_of(matrix_name: str) -> WeightFormat:
+        if any(matches_module(matrix_name, pattern) for pattern in ignored):
             return DENSE_FORMAT
         # A group that names the module has priority over a group for all linear layers.
         named = (
-            format for targets, format in groups if any(t != LINEAR_CLASS and matches_module(name, t) for t in targets)
+            format
+            for targets, format in groups
+            if any(t != LINEAR_CLASS and matches_module(matrix_name, t) for t in targets)
         )
         linear = (format for targets, format in groups if LINEAR_CLASS in targets)
         return next(named, next(linear, DENSE_FORMAT))

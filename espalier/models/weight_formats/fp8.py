@@ -98,6 +98,7 @@ class Fp8Format(QuantisedFormat):
         )
 
     def expert_matrix(self, tensors: Mapping[str, Tensor]) -> QuantisedMatrix:
+        """Returns [experts, rows, columns].  tensors: the codes and the scales, by suffix."""
         (rows_per_scale, column_block), codes, scales = self.block_shape, tensors[""], tensors[STACK_SCALE_SUFFIX]
         assert rows_per_scale is not None and column_block is not None
         if codes.shape[1] % rows_per_scale:

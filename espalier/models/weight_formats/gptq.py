@@ -70,6 +70,7 @@ class GptqFormat(QuantisedFormat):
     def tensors_of_part(
         self, tensors: Mapping[str, Tensor], rows: Sequence[RankPart], columns: RankPart
     ) -> Mapping[str, Tensor]:
+        """Corrects g_idx for a part of the columns; all other tensors stay as they are."""
         if columns.is_whole:
             return tensors
         return {**tensors, ".g_idx": column_groups_of_part(tensors[".g_idx"], columns, self.group_size)}
@@ -80,6 +81,7 @@ class GptqFormat(QuantisedFormat):
         order = common_column_order(tensors[".g_idx"], group)
 
         def unpack_rows(begin: int, end: int) -> Tensor:
+            """Returns the codes of the matrix's rows begin .. end-1."""
             codes = unpack_int32(packed[:, begin:end], 0).T
             return codes if order is None else codes[:, order]
 
@@ -138,6 +140,7 @@ class AwqFormat(QuantisedFormat):
         packed = tensors[".qweight"]
 
         def unpack_rows(begin: int, end: int) -> Tensor:
+            """Returns the codes of the matrix's rows begin .. end-1."""
             return unpack_int32(packed[:, begin // NIBBLES_OF_INT32 : end // NIBBLES_OF_INT32], 1, AWQ_NIBBLE_ORDER).T
 
         zeros = unpack_int32(tensors[".qzeros"], 1, AWQ_NIBBLE_ORDER).T.contiguous()

@@ -116,9 +116,9 @@ def dense_if_skipped(skipped_names: Sequence[str], format: WeightFormat, quantis
     skipped_names: module names, parts of module names ("mlp.gate", "layers.61"), or "re:" and a regular expression.
     quantises_head: whether the lm_head is quantised too."""
 
-    def format_of(name: str) -> WeightFormat:
-        is_dense = (ALWAYS_DENSE.search(name) and not (quantises_head and name == "lm_head")) or any(
-            matches_module(name, pattern) for pattern in skipped_names
+    def format_of(matrix_name: str) -> WeightFormat:
+        is_dense = (ALWAYS_DENSE.search(matrix_name) and not (quantises_head and matrix_name == "lm_head")) or any(
+            matches_module(matrix_name, pattern) for pattern in skipped_names
         )
         return DENSE_FORMAT if is_dense else format
 
