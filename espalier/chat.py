@@ -272,7 +272,7 @@ class SpecialTokens:
         return [match[0] for match in self._added_token_pattern.finditer(text) if match[0] in self.names]
 
     def remove_marks(self, rendered: str, mark: str) -> RenderedPrompt:
-        """Returns the text without marks, and the spans of the special tokens that had no mark inside."""
+        """Returns the rendered text without marks, and the spans of the special tokens that had no mark inside."""
         parts = rendered.split(mark)
         mark_positions, text = list(accumulate(len(part) for part in parts[:-1])), "".join(parts)
         spans = [match.span() for match in self._added_token_pattern.finditer(text) if match[0] in self.names]

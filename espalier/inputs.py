@@ -351,7 +351,7 @@ def message_stream(
 
 
 def text_stream(tokenizer: Tokenizer, prompt: Sequence[int], params: ResolvedParams, stop: Sequence[str]) -> TextStream:
-    """Returns the stream that turns a request's tokens into text and finds stop strings in it."""
+    """Returns the stream that turns a request's tokens, after `prompt`, into text and finds stop strings in it."""
     keep, skip = params.include_stop_str_in_output, params.skip_special_tokens
     return tokenizer.text_stream(
         prompt,

@@ -386,7 +386,7 @@ def _list_of_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def _require_prompt(name: str, prompt: Any) -> None:
-    """Refuse bytes, and a prompt that is neither text nor a sequence.  Raises EspalierError."""
+    """Refuse bytes, and a prompt that is neither text nor a sequence.  name: the prompt's, for the EspalierError."""
     if isinstance(prompt, BYTES_LIKE) or not isinstance(prompt, str | Sequence):
         raise EspalierError(f"{name} is {shown(prompt)}; use text or a list of token ids{_array_remedy(prompt)}")
 

@@ -302,7 +302,7 @@ class _GGUFHeaderReader:
         raise EspalierError(f"{self.path}: field {shown(name)} is of the unknown type {kind}; {REDOWNLOAD}")
 
     def _read_array(self, name: str) -> Any:
-        """Returns the numbers of an array; of an array of strings, only the number of strings."""
+        """Returns the numbers in the array field `name`; of an array of strings, only the number of strings."""
         kind, count = self._read_numbers("IQ")
         if kind in NUMBER_FORMATS:
             numbers = self._read_bytes(count * struct.calcsize(f"<{NUMBER_FORMATS[kind]}"))

@@ -117,6 +117,7 @@ def messages_of(location: str, record: Mapping[str, Any]) -> list[dict[str, Any]
 
 
 def _get_field(message: Any, name: str) -> Any:
+    """Returns the value of a message's field `name`; None if it is missing or the message is no object."""
     return message.get(name) if isinstance(message, dict) else None
 
 

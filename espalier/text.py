@@ -166,7 +166,7 @@ class Tokenizer:
         skip_special_tokens: bool = True,
         visible_ids: Sequence[int] = (),
     ) -> "TextStream":
-        """Returns a stream that turns a request's tokens into text.
+        """Returns a stream that turns the tokens after a request's `prompt` into text.
 
         keep_stop: the text includes the stop string.  visible_ids: special tokens that are never skipped."""
         return TextStream(self._detokenizer(prompt, skip_special_tokens, visible_ids), stop, min_tokens, keep_stop)

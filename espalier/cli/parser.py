@@ -243,7 +243,7 @@ class LazyParser(Parser):
 
 
 def _suggestion(command: str, commands: Collection[str]) -> str:
-    """Returns advice for an unknown command.  commands: the known ones."""
+    """Returns advice for `command`, which is not one of the known `commands`."""
     if (near := GUESSED_COMMANDS.get(command)) and (near.startswith("--") or near.split()[0] in commands):
         return f"use {near}"
     nearest = difflib.get_close_matches(command, commands, n=1)

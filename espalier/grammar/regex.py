@@ -197,6 +197,7 @@ class _RegexParser:
         return node
 
     def _refusal_at(self, fault: str, remedy: str, position: int | None = None) -> EspalierError:
+        """fault: what is wrong at `position`, by default the parser's.  remedy: what the user can do."""
         return _refusal(self.noun, self.regex, fault, self.position if position is None else position, remedy)
 
     def _peek(self) -> str:

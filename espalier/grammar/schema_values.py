@@ -205,7 +205,7 @@ def number_rules(rules: dict[str, Any], type_name: str, path: str) -> dict[str, 
 
 
 def _apply_integer_format(rules: dict[str, Any], type_name: str, path: str) -> dict[str, Any]:
-    """Returns the rules without `format`.  An integer's format becomes bounds."""
+    """Returns `rules` without `format`.  An integer's format becomes bounds.  path: the JSON pointer, for errors."""
     other_rules = {rule: value for rule, value in rules.items() if rule != "format"}
     if "format" not in rules or rules["format"] in ANNOTATION_FORMATS[type_name]:
         return other_rules
@@ -272,7 +272,7 @@ def _json_equality_key(value: Any) -> Any:
 
 
 def _bounds_in_units(bounds: dict[str, Any], denominator: int) -> tuple[int | None, int | None]:
-    """Returns the (least, greatest) allowed value in units of 1/denominator; None for a missing bound."""
+    """Returns the (least, greatest) value that `bounds` allow, in units of 1/denominator; None for a missing bound."""
     least = [math.ceil(_bound_in_units(bounds, "minimum", denominator))] if "minimum" in bounds else []
     most = [math.floor(_bound_in_units(bounds, "maximum", denominator))] if "maximum" in bounds else []
     if "exclusiveMinimum" in bounds:
@@ -288,7 +288,7 @@ def _bound_in_units(bounds: dict[str, Any], keyword: str, denominator: int) -> F
 
 
 def _multiples_schema(rules: dict[str, Any], path: str) -> dict[str, Any]:
-    """Returns the schema of integers with a multipleOf.  Bounded integers become an enum."""
+    """Returns the schema of integers whose keywords `rules` have multipleOf.  Bounded integers become an enum."""
     step = rules["multipleOf"]
     least, most = _bounds_in_units(rules, 1)
     if least is None and most is None:
@@ -315,4 +315,5 @@ def _multiples_schema(rules: dict[str, Any], path: str) -> dict[str, Any]:
 
 
 def schema_error(path: str, problem: str, remedy: str) -> EspalierError:
+    """path: the JSON pointer of a subschema.  problem: what is wrong with it.  remedy: what the user can do."""
     return EspalierError(f"the JSON schema at {shown(path)}: {problem}; {remedy}")

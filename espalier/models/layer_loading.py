@@ -134,6 +134,7 @@ def _load_stacked_experts(weights: Weights, experts: Experts, prefix: str, hidde
 
 
 def _load_stacked_biases(weights: Weights, experts: Experts, prefix: str, hidden: int) -> ExpertBiases | None:
+    """Returns the experts' biases, whose names begin with `prefix`; None without biases.  hidden: the hidden size."""
     if not experts.has_biases:
         return None
     count, part = experts.routing.num_experts, _intermediate_part_of_rank(weights, experts)
@@ -201,7 +202,7 @@ def load_embedding(weights: Weights, config: ModelConfig, embedding_scale: float
 
 
 def load_head(weights: Weights, name: str, vocab_size: int, hidden_size: int) -> Linear:
-    """Loads an lm_head.  Each rank holds a part of the rows.  A product gathers the logits of all ranks."""
+    """Loads the lm_head `name`.  Each rank holds a part of the rows.  A product gathers the logits of all ranks."""
     part = weights.shards.vocab_part(vocab_size)
     head = weights.linear("", (name,), (part,), hidden_size, bias=False)
     return head if part.is_whole else Linear(GatheredWeight(head.weight, weights.shards, vocab_size))

@@ -241,7 +241,7 @@ def make_target(
 
 
 def _log_longrope(config: ModelConfig, context: int) -> None:
-    """Logs which frequencies of LongRoPE the model uses, because this choice changes the model's output."""
+    """Logs which LongRoPE frequencies the model uses; they affect its output.  context: tokens of the longest text."""
     for original in {rope.original_max_position for rope in config.layer_ropes if rope.type == "longrope"}:
         used, other_limit = ("long", "at most") if context > original else ("short", "more than")
         log.info(

@@ -93,7 +93,7 @@ def _load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int, 
 
 
 def _load_mixer(weights: Weights, config: ModelConfig, prefix: str, layer: int, rope: RopeTables) -> Mixer:
-    """Loads the first block of a layer: attention or a short convolution.  See config.py:LoadMixer."""
+    """Loads the first block of layer number `layer`, whose names begin with `prefix`: attention or a convolution."""
     if config.raw["layer_types"][layer] == FULL_ATTENTION:
         return load_attention(weights, config, f"{prefix}self_attn.", config.hidden_size, rope)
     prefix += "conv."

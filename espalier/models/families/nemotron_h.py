@@ -112,7 +112,7 @@ def _layer_specs(config: ModelConfig) -> tuple[LayerSpec, ...]:
 
 
 def _load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int, rope: RopeTables) -> SingleBlockLayer:
-    """Loads a layer.  See config.py:LoadLayer."""
+    """Loads layer number `layer`, whose weights' names begin with `prefix`."""
     kind, under = config.raw["layer_types"][layer], f"{prefix}mixer."
     norm = weights.norm(f"{prefix}norm", config.hidden_size, config.rms_norm_eps)
     if kind == LINEAR_LAYER:

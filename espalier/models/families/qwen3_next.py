@@ -93,7 +93,7 @@ def layer_specs(config: ModelConfig) -> tuple[LayerSpec, ...]:
 
 
 def load_mixer(weights: Weights, config: ModelConfig, prefix: str, layer: int, rope: RopeTables) -> Mixer:
-    """Loads the first block of a layer: the gated delta rule or gated attention.  See config.py:LoadMixer."""
+    """Loads the first block of layer number `layer`, under `prefix`: the gated delta rule or gated attention."""
     if config.raw["layer_types"][layer] == LINEAR_LAYER:
         return load_delta_net(weights, config, f"{prefix}linear_attn.")
     return load_gated_attention(weights, config, f"{prefix}self_attn.", rope)
@@ -113,7 +113,7 @@ def load_gated_attention(weights: Weights, config: ModelConfig, prefix: str, rop
 
 
 def load_delta_net(weights: Weights, config: ModelConfig, prefix: str) -> DeltaNet:
-    """Loads the gated delta rule.
+    """Loads the gated delta rule under `prefix`.
     Qwen3-Next stores q, k, v and z as one matrix, and b and a as another, both grouped by k head.  Qwen3.5 stores qkv,
     z, b and a separately."""
     state, hidden = recurrent_state(config), config.hidden_size

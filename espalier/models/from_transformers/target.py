@@ -131,7 +131,7 @@ def mlp_of(module: Any, activation: Activation) -> Callable[[Tensor], Tensor]:
 
 
 def experts_of(module: Any, activation: Activation) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Returns a function that runs gated experts.  In gate_up, the rows of gate come before the rows of up."""
+    """Returns a function that runs the experts `module`.  In gate_up, the rows of gate come before the rows of up."""
     gate_up, down = module.gate_up_proj.data, module.down_proj.data
 
     def run_experts(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ BlockOutput: TypeAlias = "Tensor | UnsummedOutput | NormedOutputs | None"
 
 
 def is_rounded_in_launch(x: Tensor, size: int, rounding: InputScales | None) -> bool:
-    """Whether the kernel of a norm over rows [len(x), size] also quantises the result as `rounding` says."""
+    """Whether the kernel of a norm over rows [len(x), size] also quantises the normed rows, as `rounding` says."""
     if rounding is None or not x.is_cuda or len(x) > max_kernel_rows(rounding, chip(x)):
         return False
     return can_round_norm(size, rounding)

@@ -96,7 +96,7 @@ class PackedFormat(QuantisedFormat):
 
 
 def _require_shapes(shapes: Tensor, row_counts: Sequence[int], columns: int) -> None:
-    """shapes: the stored weight_shape (rows, columns) of each stacked matrix.  row_counts: the rows of each one."""
+    """shapes: the stored (rows, columns) of each stacked matrix.  row_counts: the rows that config.json needs."""
     for count, shape in zip(row_counts, shapes.tolist(), strict=True):
         if shape != [count, columns]:
             raise EspalierError(

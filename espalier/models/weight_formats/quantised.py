@@ -70,6 +70,7 @@ class QuantisedFormat(WeightFormat):
         The arguments are those of build_weight."""
 
     def matrix(self, tensors: Mapping[str, Tensor], row_counts: Sequence[int], columns: int) -> QuantisedMatrix:
+        """Returns the result of stored_matrix in the form that the kernels of the tensors' device take."""
         return adapt_to_device(self.stored_matrix(tensors, row_counts, columns))
 
     def build_weight(self, tensors: Mapping[str, Tensor], row_counts: Sequence[int], columns: int) -> Weight:

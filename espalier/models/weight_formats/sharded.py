@@ -34,7 +34,7 @@ class ShardedWeight(Weight):
         return self.join_ranks(self.own_weight.apply(x, None), bias)
 
     def join_ranks(self, own_output: Tensor, bias: Tensor | None) -> Tensor:
-        """Returns the product of the whole matrix, [rows, out].  own_output: this rank's product."""
+        """Returns the product of the whole matrix, [rows, out], plus bias.  own_output: this rank's product."""
         raise NotImplementedError
 
 
