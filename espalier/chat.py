@@ -93,6 +93,7 @@ class ChatTemplate:
         return self.hf.get_chat_template(tools=[{}]) if getattr(self.hf, "chat_template", None) else ""
 
     def reads_variable(self, variable: str) -> bool:
+        """Whether the template reads this variable; False for a template that cannot be parsed."""
         try:
             return variable in _variables_of(self.source)
         except Exception:  # the template cannot be parsed; `render` reports it
@@ -214,7 +215,9 @@ class RenderedPrompt:
 
 
 class SpecialTokens:
-    """A tokenizer's special tokens, and added tokens that look like turn tokens (CONTROL_TOKEN_PATTERN)."""
+    """The special tokens of `hf`, a transformers tokenizer, and added tokens that look like turn tokens
+    (CONTROL_TOKEN_PATTERN).  mark: digits that are inserted into the texts of messages, so that special tokens in these
+    texts differ from the template's."""
 
     def __init__(self, hf: Any):
         self.backend = getattr(hf, "backend_tokenizer", None)
@@ -269,7 +272,7 @@ class SpecialTokens:
         return [match[0] for match in self._added_token_pattern.finditer(text) if match[0] in self.names]
 
     def remove_marks(self, rendered: str, mark: str) -> RenderedPrompt:
-        """Returns the text without marks, and the spans of the special tokens that had no mark inside."""
+        """Returns the rendered text without marks, and the spans of the special tokens that had no mark inside."""
         parts = rendered.split(mark)
         mark_positions, text = list(accumulate(len(part) for part in parts[:-1])), "".join(parts)
         spans = [match.span() for match in self._added_token_pattern.finditer(text) if match[0] in self.names]
@@ -304,10 +307,10 @@ class SpecialTokens:
 class RenamedTokenizer:
     """A copy of a tokenizer (of the tokenizers library) in which the special tokens have random names.
 
-    new_names: the random names, by old name.  Token ids do not change, and all other text gets the same tokens.
-    """
+    new_names: the random names, by old name.  Token ids do not change, and all other text gets the same tokens."""
 
     def __init__(self, backend: Any, old_names: Sequence[str]):
+        """backend: the original tokenizer.  old_names: the texts of its special tokens."""
         secret = _random_digits()
         self.new_names = {name: f"{secret}{i:06d}" for i, name in enumerate(old_names)}
         state = json.loads(backend.to_str())
@@ -343,8 +346,7 @@ def _pattern_of(texts: Iterable[str]) -> re.Pattern[str]:
 def _random_digits() -> str:
     """Returns a random number, to use as a mark.  Digits survive a template that trims, splits, quotes or changes case.
 
-    Two marks cannot overlap, because 1 is only the first digit of a mark, and 2 only the last.
-    """
+    Two marks cannot overlap, because 1 is only the first digit of a mark, and 2 only the last."""
     octal = f"{secrets.randbits(3 * 24):024o}"
     return f"1{octal.translate(REPLACE_1_AND_2)}2"
 

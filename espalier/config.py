@@ -22,8 +22,8 @@ KV_DTYPES = (FP8_KV, *DTYPES)
 
 
 def option(help_text: str, default: Any = "auto", **limits: Any) -> Any:
-    """Returns a dataclass field with a help text.  limits: the bounds of its values: low and high (both included) or
-    above (excluded); or choices, the allowed values."""
+    """Returns a dataclass field with a help text and a default.  limits: the bounds of its values: low and high (both
+    included) or above (excluded); or choices, the allowed values."""
     return field(default=default, metadata={"help": help_text, **limits})
 
 
@@ -66,8 +66,7 @@ class SpeculationConfig:
 class EngineConfig:
     """The settings of LLM.
 
-    A field that is None or "auto" gets its value at startup, except that speculation=None is plain decoding.
-    """
+    A field that is None or "auto" gets its value at startup, except that speculation=None is plain decoding."""
 
     model: str | PathLike[str] = field(
         default="auto",
@@ -146,11 +145,10 @@ class EngineConfig:
 
 
 class RoundCosts(Protocol):
-    """Predicts the time of a round: drafting a tree for each request, and verifying it.
+    """Predicts the time of a round: drafting a tree for each request, and verifying it.  tree: the shape of a tree.
 
     The object is a plain value, so that it can be sent to another process.
-    uses_clock: whether measured times correct the predictions, which must then be in seconds.
-    """
+    uses_clock: whether measured times correct the predictions, which must then be in seconds."""
 
     @property
     def uses_clock(self) -> bool: ...
@@ -259,6 +257,7 @@ def supported_values(f: Field) -> str:
 
 
 def _range_text(limits: Mapping[str, Any]) -> str:
+    """Returns a range in words.  limits: the keywords of `option`."""
     low, high = limits.get("low"), limits.get("high")
     if low is None:
         return f" above {limits['above']}" + ("" if high is None else f", up to {high}")
@@ -275,6 +274,7 @@ def annotation_kinds(annotation: Any) -> set[Any]:
 
 
 def _fits_type(value: Any, annotation: Any) -> bool:
+    """Whether a field's value has the type of its annotation, such as int | Literal["auto"]."""
     kinds = annotation_kinds(annotation)
     if isinstance(value, bool):
         return bool in kinds

@@ -57,12 +57,12 @@ def wait_at_exit(is_in_library: Callable[[threading.Thread], bool]) -> None:
     """At exit, wait up to MAX_EXIT_WAIT_S for threads that are inside a call of a C++ library.
 
     If such a call returns while the interpreter shuts down, C++ ends the thread and aborts the process.
-    is_in_library(thread): whether the thread is inside such a call.
-    """
+    is_in_library(thread): whether the thread is inside such a call."""
     atexit.register(_wait_for_threads, is_in_library)
 
 
 def _wait_for_threads(is_in_library: Callable[[threading.Thread], bool]) -> None:
+    """Waits, up to MAX_EXIT_WAIT_S, until no thread is inside a call of the library."""
     end = time.monotonic() + MAX_EXIT_WAIT_S
     while any(map(is_in_library, threading.enumerate())) and time.monotonic() < end:
         time.sleep(0.01)

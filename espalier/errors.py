@@ -37,8 +37,7 @@ class EspalierError(ValueError):
 def clear_error_frames() -> Iterator[None]:
     """Clears the frames of an EspalierError that leaves the block, because frames keep local variables alive.
 
-    The variables may be models on a GPU.  Whoever catches the error may need the models' memory for another try.
-    """
+    The variables may be models on a GPU.  Whoever catches the error may need the models' memory for another try."""
     try:
         yield
     except EspalierError as error:
@@ -79,8 +78,8 @@ def prompt_too_long(size: str, max_context: int, max_position: int | None = None
 def output_too_long(
     name: str, value: int, prompt_tokens: int, max_context: int, max_position: int | None = None
 ) -> ContextOverflow:
-    """Returns the error for max_tokens or min_tokens that does not fit after the prompt.  name: the user's name for the
-    parameter.  For the words of the message and for max_position, see `prompt_too_long`."""
+    """Returns the error for max_tokens or min_tokens of `value` that does not fit after the prompt.  name: the user's
+    name for the parameter.  For the words of the message and for max_position, see `prompt_too_long`."""
     limit, raise_advice = _context_limit(max_context, max_position)
     return ContextOverflow(
         f"{name}={value} is more than fits after the prompt of {prompt_tokens} tokens; {limit}; use at most "
@@ -98,7 +97,8 @@ def _context_limit(max_context: int, max_position: int | None) -> tuple[str, str
 
 
 def without_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object_pairs_hook for json.loads.  It refuses a repeated key, of which json would keep only the last value."""
+    """An object_pairs_hook for json.loads, which passes the pairs (key, value) of an object.  Refuses a repeated key,
+    of which json would keep only the last value."""
     value = dict(pairs)
     if len(value) < len(pairs):
         [(name, _)] = Counter(name for name, _ in pairs).most_common(1)
@@ -167,7 +167,7 @@ def require_number(
 ) -> None:
     """Refuse a value unless it is a finite number and is_supported(value) is true.  `optional` allows None.
 
-    supported_values: the supported values in words, which end the message.  Raises EspalierError."""
+    name: of the value.  supported_values: in words, for the end of the message.  Raises EspalierError."""
     if optional and value is None:
         return
     # math.isfinite would raise for an integer that no float can hold.
@@ -181,8 +181,7 @@ def require_int(
 ) -> None:
     """Refuse a value that is not a whole number from low to high; None is allowed if `optional`.
 
-    remedy: what the user can do, at the end of the message.  Raises EspalierError.
-    """
+    name: the value's, for the message.  remedy: what the user can do, at the message's end.  Raises EspalierError."""
     if optional and value is None:
         return
     is_integer = isinstance(value, int) and not isinstance(value, bool)
@@ -205,8 +204,7 @@ def require_text(subject: str, text: str) -> None:
 def require_fields(subject: str, cls: type, names: Iterable[str]) -> None:
     """Refuse a name that is not a field of a dataclass's constructor.  Raises EspalierError.
 
-    subject: names the function or class that takes the fields as keywords.
-    """
+    subject: names the function or class that takes the fields as keywords."""
     field_names = [f.name for f in fields(cls) if f.init]
     for name in names:
         if name not in field_names:
@@ -231,8 +229,7 @@ def refuse_unknown_fields(cls: type[T]) -> type[T]:
 def refuse_unknown_keywords(method_name: str, options: type) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Decorator for the method `method_name`: an unknown keyword raises EspalierError with the most similar keyword.
 
-    options: a dataclass.  The method takes an object of this class, so the class's fields are refused as keywords.
-    """
+    options: a dataclass.  The method takes an object of this class, so the class's fields are refused as keywords."""
 
     def decorate(method: Callable[P, T]) -> Callable[P, T]:
         parameters = list(inspect.signature(method).parameters)

@@ -107,7 +107,7 @@ def _keeps_text(pre_tokenizer: Sequence[Step]) -> bool:
 
 
 def _covers_text(backend: Any, steps: Sequence[Step]) -> bool:
-    """Whether the vocabulary is known to have tokens for every character.
+    """Whether the vocabulary is known to have tokens for every character.  backend: of the tokenizers library.
 
     Without such tokens, a character may be dropped, or fused with others into one token.  steps: the steps of the
     normalizer and of the pre-tokenizer."""
@@ -154,6 +154,7 @@ class ModelInfo:
 class InputProcessor:
     """Turns prompts and parameters into engine input, and refuses input that the model does not support.
 
+    info: the model's limits and tokens.
     tokenizer: None if the model has none; prompts are then token ids.  allow_special_tokens_in_messages: the default of
     ChatOptions.allow_special_tokens_in_messages."""
 
@@ -173,8 +174,7 @@ class InputProcessor:
         """Returns the prompt's token ids, checked against the vocabulary and max_context.
 
         add_special_tokens: add the tokenizer's special tokens, such as BOS, to a text.  keep_last: keep only this many
-        tokens, from the prompt's end.  Raises EspalierError.
-        """
+        tokens, from the prompt's end.  Raises EspalierError."""
         if isinstance(prompt, str):
             require_text("the prompt", prompt)
             tokenizer = self.require_tokenizer("a text prompt")
@@ -250,8 +250,7 @@ class InputProcessor:
     def resolve(self, params: SamplingParams) -> ResolvedParams:
         """Returns the parameters with defaults filled in and values checked.  Raises EspalierError.
 
-        Resolved parameters are returned unchanged.
-        """
+        Resolved parameters are returned unchanged."""
         if isinstance(params, ResolvedParams):
             return params
         resolved = self.require_supported(
@@ -336,7 +335,7 @@ def _joined_content(index: int, content: Any) -> str | None:
 def make_detokenizer(
     tokenizer: Tokenizer | None, prompt: Sequence[int], params: ResolvedParams
 ) -> TextStream | MessageStream | None:
-    """Returns the stream that turns a request's tokens into text; None without a tokenizer."""
+    """Returns the stream that turns a request's tokens, after `prompt`, into text; None without a tokenizer."""
     if tokenizer is None:
         return None
     if params.output_form is not None:
@@ -347,12 +346,12 @@ def make_detokenizer(
 def message_stream(
     tokenizer: Tokenizer, prompt: Sequence[int], params: ResolvedParams, parser: OutputParser
 ) -> MessageStream:
-    """Returns the stream that turns a request's tokens into the deltas of a message."""
+    """Returns the stream that turns a request's tokens into the deltas of a message, as `parser` splits them."""
     return MessageStream(text_stream(tokenizer, prompt, params, ()), parser, params)
 
 
 def text_stream(tokenizer: Tokenizer, prompt: Sequence[int], params: ResolvedParams, stop: Sequence[str]) -> TextStream:
-    """Returns the stream that turns a request's tokens into text and finds stop strings in it."""
+    """Returns the stream that turns a request's tokens, after `prompt`, into text and finds stop strings in it."""
     keep, skip = params.include_stop_str_in_output, params.skip_special_tokens
     return tokenizer.text_stream(
         prompt,

@@ -36,8 +36,7 @@ log = logging.getLogger("espalier")
 class LLM:
     """A loaded model.  Threads may share it, because their calls take turns.
 
-    Arguments are the fields of EngineConfig.  Raises EspalierError for bad or unsupported settings.
-    """
+    Arguments are the fields of EngineConfig.  Raises EspalierError for bad or unsupported settings."""
 
     def __init__(self, model: str | Path = "auto", **settings: Any):
         _require_settings(settings)
@@ -54,8 +53,7 @@ class LLM:
     def from_engine(cls, engine: Engine, config: ResolvedConfig, inputs: InputProcessor) -> "LLM":
         """Returns an LLM that runs `engine`, for models without files.
 
-        config: the configuration that `engine` was built from.  close() also closes `engine`.
-        """
+        config: the configuration that `engine` was built from.  close() also closes `engine`."""
         llm = cls.__new__(cls)
         llm._set_engine(engine, config, inputs)
         return llm
@@ -93,8 +91,7 @@ class LLM:
 
         prompts: text or token ids, one or several.  params: one for all prompts, or one for each.  on_chunk: called
         with each chunk as it is generated.  Raises EspalierError for bad input before any prompt starts.  Later errors
-        of a prompt are in Output.error.
-        """
+        of a prompt are in Output.error."""
         if on_chunk is not None and not callable(on_chunk):
             raise EspalierError(f"on_chunk={shown(on_chunk)} is not supported; use a function that takes a chunk")
         with self._engine_lock.run_postponed_after(), self._engine_lock.lock:
@@ -115,8 +112,7 @@ class LLM:
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[OutputChunk]:
         """Yield the output of one prompt as it is generated.  With n > 1, OutputChunk.index tells the samples apart.
 
-        Raises EspalierError for a bad prompt before the first chunk.  Leaving the loop early aborts the request.
-        """
+        Raises EspalierError for a bad prompt before the first chunk.  Leaving the loop early aborts the request."""
         _require_prompt("the prompt", prompt)
         if not isinstance(prompt, str) and any(isinstance(part, str | list) for part in prompt):
             raise EspalierError("LLM.stream takes one prompt; for several use LLM.generate, or a stream for each")
@@ -134,8 +130,7 @@ class LLM:
         """Generate the assistant's answer to a conversation, with the model's chat template.
 
         messages: {"role", "content"} mappings.  The text of a special token inside a message stays text.  options:
-        tools, tool_choice and others (espalier/inputs.py:ConversationOptions, espalier/chat.py:ChatOptions).
-        """
+        tools, tool_choice and others (espalier/inputs.py:ConversationOptions, espalier/chat.py:ChatOptions)."""
         with self._engine_lock.run_postponed_after(), self._engine_lock.lock:
             prompt, resolved, plan = self.inputs.prepare_conversation(messages, params, **options)
         output = self.generate([prompt], resolved, on_chunk)[0]
@@ -227,8 +222,7 @@ class LLM:
 
         name: prefix of the request ids, by default the prompt's number.  detokenize: whether chunks have text.
         grammar: `params.grammar`, compiled.  client: the client's name; the requests of several clients take turns.
-        streamed: whether the user reads the tokens while they are generated.
-        """
+        streamed: whether the user reads the tokens while they are generated.  priority: lower runs first."""
         number = self._num_requests
         self._num_requests += 1
         seed = sample_seed(self.config.seed, number + 1) if params.seed is None else params.seed
@@ -256,6 +250,7 @@ class LLM:
     # From requests to chunks
 
     def _queue_requests(self, requests: list[Request], unread_chunks: deque[OutputChunk]) -> None:
+        """Passes requests to the engine.  unread_chunks: receives the chunks of all these requests."""
         first, last = (requests[0].arrival_index, requests[-1].arrival_index) if requests else (0, -1)
         for request in requests:
             self._unread_chunks[request.id] = unread_chunks
@@ -391,7 +386,7 @@ def _list_of_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def _require_prompt(name: str, prompt: Any) -> None:
-    """Refuse bytes, and a prompt that is neither text nor a sequence.  Raises EspalierError."""
+    """Refuse bytes, and a prompt that is neither text nor a sequence.  name: the prompt's, for the EspalierError."""
     if isinstance(prompt, BYTES_LIKE) or not isinstance(prompt, str | Sequence):
         raise EspalierError(f"{name} is {shown(prompt)}; use text or a list of token ids{_array_remedy(prompt)}")
 
@@ -417,7 +412,7 @@ def _params_per_prompt(
 
 @contextmanager
 def number_prompt_errors(index: int, num_prompts: int) -> Iterator[None]:
-    """Add the prompt's number to errors if there are several prompts."""
+    """Add the prompt's number, `index`, to errors if there are several prompts."""
     try:
         yield
     except EspalierError as error:

@@ -105,6 +105,7 @@ PromptLogprobs = TokenLogprobs[TokenLogprob | None]
 
 
 def _make_entries(rows: np.ndarray) -> list[TokenLogprob]:
+    """rows: [n, words], in the format that the module describes."""
     int_and_float_rows = zip(rows.tolist(), rows.view(np.float64).tolist(), strict=True)
     return [
         TokenLogprob(

@@ -80,8 +80,7 @@ def require_files(directory: Path) -> None:
 def read_json(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
     """Returns the JSON object of a file.
 
-    Raises EspalierError naming the file if it is missing, no regular file, too large, too deep, or no JSON object.
-    """
+    Raises EspalierError naming the file if it is missing, no regular file, too large, too deep, or no JSON object."""
     try:
         require_regular(path, max_bytes)
         with path.open("rb") as file:
@@ -128,7 +127,7 @@ def named_file(directory: Path, name: Any, source: Path) -> Path:
 
 
 def _parse_json_constant(name: str) -> float:
-    """Returns the float for Infinity or -Infinity.  Refuses NaN."""
+    """Returns the float for `name`, Infinity or -Infinity.  Refuses NaN."""
     if name == "NaN":
         raise ValueError("NaN is no value")
     return float(name)
@@ -166,8 +165,7 @@ class TensorInfo:
 class GGUF:
     """The header of a model in one or several GGUF files.
 
-    metadata: values by field name.  An array of strings is represented by its length, an int.  tensors: by name.
-    """
+    metadata: values by field name.  An array of strings is represented by its length, an int.  tensors: by name."""
 
     path: Path
     metadata: Mapping[str, Any]
@@ -269,6 +267,7 @@ class _GGUFHeaderReader:
         )
 
     def _read_tensors(self, num_tensors: int, alignment: Any) -> dict[str, TensorInfo]:
+        """Reads where the tensors are.  alignment: general.alignment; the data begin at a multiple of so many bytes."""
         if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
             raise EspalierError(f"{self.path}: general.alignment = {shown(alignment)}; a power of two is needed")
         entries: dict[str, tuple[tuple[int, ...], int, int]] = {}
@@ -303,7 +302,7 @@ class _GGUFHeaderReader:
         raise EspalierError(f"{self.path}: field {shown(name)} is of the unknown type {kind}; {REDOWNLOAD}")
 
     def _read_array(self, name: str) -> Any:
-        """Returns the numbers of an array; of an array of strings, only the number of strings."""
+        """Returns the numbers in the array field `name`; of an array of strings, only the number of strings."""
         kind, count = self._read_numbers("IQ")
         if kind in NUMBER_FORMATS:
             numbers = self._read_bytes(count * struct.calcsize(f"<{NUMBER_FORMATS[kind]}"))

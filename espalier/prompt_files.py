@@ -42,7 +42,7 @@ def read_records(flag: str, path: Path) -> Iterator[Record]:
 
 
 def _file_values(flag: str, path: Path) -> Iterator[tuple[str, Any]]:
-    """Yields (location, value) for each record.  The caller checks that the value is an object."""
+    """Yields (location, value) for each record of a file.  The caller checks that the value is an object."""
     try:
         with path.open("rb") as file:
             is_parquet = file.read(len(PARQUET_MAGIC)) == PARQUET_MAGIC
@@ -63,6 +63,7 @@ def _file_values(flag: str, path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _parquet_values(flag: str, path: Path) -> Iterator[tuple[str, Any]]:
+    """Yields (location, record) for each row of a Parquet file.  flag: the flag that names the file, for errors."""
     try:
         parquet = import_module("pyarrow.parquet")
     except ImportError:
@@ -75,6 +76,7 @@ def _parquet_values(flag: str, path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _parse_json(flag: str, path: Path, first_line: int, text: str) -> Any:
+    """Parses `text`, whose first line is line number `first_line` of the file.  flag, path: for errors."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
@@ -115,6 +117,7 @@ def messages_of(location: str, record: Mapping[str, Any]) -> list[dict[str, Any]
 
 
 def _get_field(message: Any, name: str) -> Any:
+    """Returns the value of a message's field `name`; None if it is missing or the message is no object."""
     return message.get(name) if isinstance(message, dict) else None
 
 
@@ -160,6 +163,7 @@ def prompt_token_ids(
 
 
 def _conversation_tokens(location: str, record: Mapping[str, Any], field: str, inputs: InputProcessor) -> list[int]:
+    """Returns the token ids of the prompt in a record's field `field`.  location: file and line, for errors."""
     messages: Any = record[field] if field == "messages" else messages_of(location, record)
     messages = messages[:1] if field == "turns" else messages
     if messages and _get_field(messages[-1], "role") == "assistant":

@@ -25,8 +25,7 @@ def _param(help: str, check: limits.Check, generation_config: str | None = None,
 
     help: for the command line, the server and docs.  check: refuses values that no model supports.
     generation_config: the field of generation_config.json that gives the default; None if that file has no such field.
-    has_own_spelling: whether flag and body field are written by hand; otherwise, both are generated from this field.
-    """
+    has_own_spelling: whether flag and body field are written by hand; otherwise, both are generated from this field."""
     metadata = {"help": help, "check": check, "generation_config": generation_config}
     return field(default=None, metadata={**metadata, "has_own_spelling": has_own_spelling})
 
@@ -37,8 +36,7 @@ class SamplingParams:
     """How to continue one prompt.
 
     None means unset: the model's generation_config.json decides, then the defaults of ResolvedParams.
-    Raises EspalierError for a value that no model supports.
-    """
+    Raises EspalierError for a value that no model supports."""
 
     temperature: float | None = _param(
         f"0 is greedy, as is any value below {TEMPERATURE_RANGE[0]}; higher is more varied",
@@ -142,8 +140,7 @@ class SamplingParams:
         """Returns the parameters with unset fields filled in.
 
         defaults: the model's generation_config.json ({} if it has none); do_sample false means temperature 0.
-        eos_token_ids: added to stop_token_ids unless ignore_eos.
-        """
+        eos_token_ids: added to stop_token_ids unless ignore_eos."""
         values = {
             field_name: defaults[config_name]
             for config_name, field_name in GENERATION_CONFIG_NAMES.items()
@@ -202,8 +199,7 @@ class ResolvedParams(SamplingParams):
 
     The defaults are neutral: they leave the target's distribution as it is.  eos_token_ids: those of stop_token_ids
     that are the model's own.  shown_special_tokens: special tokens whose names are always in the text, because a parser
-    of tool calls or reasoning reads them.  output_form: set if stop strings apply only to a message's content.
-    """
+    of tool calls or reasoning reads them.  output_form: set if stop strings apply only to a message's content."""
 
     temperature: float = _slot_column(1.0)
     top_k: int = _slot_column(0, "filters")
@@ -238,6 +234,7 @@ class ResolvedParams(SamplingParams):
         return self._changes_logits("penalties")
 
     def _changes_logits(self, stage: str) -> bool:
+        """Whether a number of one stage of sampling is not neutral.  stage: "filters" or "penalties"."""
         return any(getattr(self, f.name) != f.default for f in SLOT_PARAMS if f.metadata["stage"] == stage)
 
     def slot_values(self) -> dict[str, float | int]:
@@ -265,8 +262,7 @@ SLOT_PARAMS: tuple[Field, ...] = tuple(f for f in fields(ResolvedParams) if "in_
 def check_prompt(prompt: Sequence[int], vocab_size: int, max_context: int, max_position: int | None = None) -> None:
     """Refuse a prompt that is empty, too long or has tokens outside the vocabulary.  Raises EspalierError.
 
-    max_position: the model's number of positions, for the message (errors.prompt_too_long).
-    """
+    max_position: the model's number of positions, for the message (errors.prompt_too_long)."""
     if len(prompt) == 0:
         raise EspalierError("the prompt is empty; give it at least one token (the bos token, if the model has one)")
     if len(prompt) >= max_context:

@@ -62,13 +62,13 @@ NO_TOKEN = -1
 class Columns:
     """Maps each number's name to its column, such as `columns.top_k`.  Kernels take this object as a tl.constexpr.
 
-    num_ints, num_floats: how many columns are int64, and how many float32.  Triton caches kernels by repr().
-    """
+    num_ints, num_floats: how many columns are int64, and how many float32.  Triton caches kernels by repr()."""
 
     num_ints: int
     num_floats: int
 
     def __init__(self, ints: Sequence[str], floats: Sequence[str]):
+        """ints, floats: the names of the columns of each type, in the order of the columns."""
         for names in (ints, floats):
             vars(self).update({name: column for column, name in enumerate(names)})
         self.num_ints, self.num_floats = len(ints), len(floats)
@@ -183,6 +183,7 @@ class SlotTable:
         n = layout.num_slots
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            """Returns a field of the table, [num_slots, *shape]."""
             return torch.zeros(n, *shape, dtype=dtype, device=device)
 
         self.ints = zeros(len(INT_COLUMNS))
@@ -237,8 +238,7 @@ class SlotTable:
         """Returns the update that writes the guesses of some slots.
 
         guesses: (slot, guesses for the slot, the best first).  The whole row of the slot is written.  It holds as many
-        guesses as fit, from the first on.
-        """
+        guesses as fit, from the first on."""
         width = guess_numbers_per_slot(self.layout)
         values = np.full((len(guesses), *self.guesses.shape[1:]), NO_TOKEN, dtype=np.int64)
         values[..., :GUESS_HEADER_COLUMNS] = 0

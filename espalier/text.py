@@ -146,7 +146,7 @@ class Tokenizer:
         return TokenBytes(self.token_name(token).encode(), True)
 
     def _decoder_has_type(self, kind: str) -> bool:
-        """Whether the backend's decoder has this type, or a step of this type."""
+        """Whether the backend's decoder, or a step of it, has the type `kind`, such as "ByteLevel"."""
         return kind in self._decoder_types()
 
     def _decoder_types(self) -> list[str]:
@@ -166,10 +166,9 @@ class Tokenizer:
         skip_special_tokens: bool = True,
         visible_ids: Sequence[int] = (),
     ) -> "TextStream":
-        """Returns a stream that turns a request's tokens into text.
+        """Returns a stream that turns the tokens after a request's `prompt` into text.
 
-        keep_stop: the text includes the stop string.  visible_ids: special tokens that are never skipped.
-        """
+        keep_stop: the text includes the stop string.  visible_ids: special tokens that are never skipped."""
         return TextStream(self._detokenizer(prompt, skip_special_tokens, visible_ids), stop, min_tokens, keep_stop)
 
     def special_ids(self, names: Collection[str]) -> tuple[int, ...]:
@@ -180,8 +179,7 @@ class Tokenizer:
         """Returns the prompt's text from its last special token on.
 
         Returns None if the prompt has no special token, or if the last special token is the tokenizer's BOS or EOS.
-        ignored_tokens: names of special tokens that do not count.
-        """
+        ignored_tokens: names of special tokens that do not count."""
         names = self.template.special_tokens.names
         ids = {
             id
@@ -196,6 +194,7 @@ class Tokenizer:
     def _detokenizer(
         self, prompt: Sequence[int], skip_special_tokens: bool, visible_ids: Sequence[int]
     ) -> "Detokenizer | ByteDetokenizer":
+        """Returns a decoder of the output after `prompt`.  visible_ids: special tokens that are not skipped."""
         if self._is_byte_level and skip_special_tokens:
             # If the prompt ends inside a character, only a Detokenizer can decode the rest of the character.
             detokenizer = ByteDetokenizer(self.bytes_of, visible_ids)
@@ -213,8 +212,7 @@ class Tokenizer:
 def load_tokenizer(path: Path, vocab_size: int) -> Tokenizer | None:
     """Loads the tokenizer from a model's directory or GGUF file.  Raises EspalierError if the files cannot be loaded.
 
-    Returns None if the model has no tokenizer; its prompts must then be token ids.
-    """
+    Returns None if the model has no tokenizer; its prompts must then be token ids."""
     tokenizer_path = _find_tokenizer(path)
     if tokenizer_path is None:
         log.info("%s has no tokenizer: prompts must be token ids, and outputs have no text", path)
@@ -254,9 +252,8 @@ def _byte_alphabet() -> dict[str, int]:
 class TextStream:
     """Turns a request's tokens into text and finds stop strings.  Implements request.IncrementalDetokenizer.
 
-    decoder: decodes the output's tokens.  min_tokens: stop strings within the first min_tokens tokens do not count.
-    keep_stop: the text includes the stop string.
-    """
+    decoder: decodes the output's tokens.  stop: the stop strings.  min_tokens: stop strings within the first min_tokens
+    tokens do not count.  keep_stop: the text includes the stop string."""
 
     def __init__(
         self,
@@ -290,6 +287,7 @@ class TextStream:
         return self.stop_finder.take_text(final)
 
     def _read_decoder(self, final: bool) -> None:
+        """Searches new text for stop strings.  final: whether the output has ended."""
         text, counts = self.decoder.take_text(final), self.num_pushed > self.min_tokens
         # A stop string may end in withheld_text(): whole characters that the decoder's take_text has not returned.
         self.stop_finder.add(text, counts, self.decoder.withheld_text() if counts and self.stop_finder.stop else "")
@@ -298,8 +296,7 @@ class TextStream:
 class ByteDetokenizer:
     """Detokenizer for tokens that are bytes of UTF-8, after a prompt that ends with a whole character.
 
-    Special tokens are skipped, except those in `visible_ids`.
-    """
+    Special tokens are skipped, except those in `visible_ids`."""
 
     def __init__(self, bytes_of: Callable[[int], TokenBytes], visible_ids: Collection[int] = ()):
         self.bytes_of = bytes_of
@@ -379,8 +376,7 @@ class Detokenizer:
         """Returns (number of tokens, their text) up to the last complete character.
 
         An incomplete character decodes to U+FFFD and has at most 3 tokens, so at most the last 3 tokens are left out.
-        If the text before them also ends in U+FFFD, it is cut where it differs from the text of all tokens.
-        """
+        If the text before them also ends in U+FFFD, it is cut where it differs from the text of all tokens."""
         first = max(self.num_taken, len(self.window) - MAX_TOKENS_PER_CHARACTER + 1)
         text = full_text = self.decode(self.window)
         if not full_text.endswith(INCOMPLETE_CHAR):

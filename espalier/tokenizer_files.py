@@ -34,8 +34,7 @@ QUANTIFIER_PATTERN = re.compile(r"(?:(?P<sign>[*+?])|\{(?P<low>\d*)(?P<comma>,?)
 def load_hugging_face_tokenizer(path: Path) -> Any:
     """Returns transformers' tokenizer for a directory or a GGUF file.  Code in the directory never runs.
 
-    Raises EspalierError for files that cannot be loaded, that name code, or with a pattern that may be exponential.
-    """
+    Raises EspalierError for files that cannot be loaded, that name code, or with a pattern that may be exponential."""
     if is_gguf(path):
         return _load_from_gguf(path)
     require_files(path)
@@ -51,8 +50,7 @@ def _load_from_gguf(path: Path) -> Any:
     """Returns the tokenizer that a GGUF file describes, with its chat template.
 
     The file names the rule by which its tokenizer splits text.  If transformers does not know the name, it splits the
-    text like GPT-2, and a warning is logged.
-    """
+    text like GPT-2, and a warning is logged."""
     from transformers import PreTrainedTokenizerFast
 
     metadata = read_gguf(path).metadata
@@ -132,8 +130,7 @@ def tokenizer_class(path: Path) -> Any:
 
     If the files name no class, PreTrainedTokenizerFast loads tokenizer.json as it is.  AutoTokenizer would choose a
     class by the model's type, and some of these classes replace what tokenizer.json defines.  AutoTokenizer also takes
-    two seconds to import.  So if it would choose PreTrainedTokenizerFast, only PreTrainedTokenizerFast is imported.
-    """
+    two seconds to import.  So if it would choose PreTrainedTokenizerFast, only PreTrainedTokenizerFast is imported."""
     config = _read_fields(path / "config.json")
     class_name = _read_fields(path / "tokenizer_config.json").get("tokenizer_class") or config.get("tokenizer_class")
     is_self_contained = class_name is None and (path / "tokenizer.json").is_file()
@@ -157,8 +154,7 @@ def _read_fields(path: Path) -> dict[str, Any]:
 def find_exponential_pattern(backend: Any) -> str | None:
     """Returns the first pattern of a tokenizer (of the tokenizers library) that may take exponential time, or None.
 
-    The library limits the time of each match, but it tries a match at each character of a text.
-    """
+    The library limits the time of each match, but it tries a match at each character of a text."""
     patterns = (part.get("Regex") for name in PIPELINE_STEPS for part in _step_objects(getattr(backend, name, None)))
     return next((pattern for pattern in patterns if isinstance(pattern, str) and may_be_exponential(pattern)), None)
 
@@ -188,8 +184,7 @@ def may_be_exponential(pattern: str) -> bool:
     """Whether a pattern repeats a part that contains a repetition or alternatives, such as (a+)+ or (a|aa)*.
 
     Such a pattern can match one text in exponentially many ways.  Possessive and atomic repetitions try only one way.
-    The syntax is Oniguruma's.  Published tokenizers have no such pattern.
-    """
+    The syntax is Oniguruma's.  Published tokenizers have no such pattern."""
     # For each open group: whether it is atomic, and whether it contains a repetition or alternatives.
     groups, index = [[False, False]], 0
     while index < len(pattern):
@@ -214,8 +209,8 @@ def may_be_exponential(pattern: str) -> bool:
 
 
 def _read_atom(pattern: str, index: int) -> tuple[int, str, bool]:
-    """Reads the atom, bracket or | at `index`.  Returns (its end, its first character, whether it opens an atomic
-    group)."""
+    """Reads the atom, bracket or | at `index` of the pattern.  Returns (its end, its first character, whether it opens
+    an atomic group)."""
     first = pattern[index]
     if first == "\\":
         end = index + 2
@@ -230,7 +225,8 @@ def _read_atom(pattern: str, index: int) -> tuple[int, str, bool]:
 
 
 def _end_of_class(pattern: str, index: int) -> int:
-    """Returns the end of a character class, which may contain other classes.  A ] in the first place is a character."""
+    """Returns the end of the character class whose [ is at `index`.  It may contain other classes.  A ] in the first
+    place is a character."""
     depth, index = 1, index + 1
     if pattern[index : index + 1] == "^":
         index += 1

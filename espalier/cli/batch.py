@@ -147,6 +147,7 @@ def _check_flags(args: Namespace) -> None:
 
 
 async def _answer_lines(args: Namespace, journal: "Journal") -> None:
+    """Answers the lines that have no answer yet.  journal: the input and output files."""
     from espalier.batch_jobs.sender import run_batch
 
     # concurrency: the number of lines to send at once.
@@ -158,6 +159,7 @@ async def _answer_lines(args: Namespace, journal: "Journal") -> None:
 
 @asynccontextmanager
 async def _sender_to_servers(args: Namespace) -> AsyncIterator[tuple["Sender", int]]:
+    """Yields (sender, number of lines to send at once), for the servers of --url."""
     from espalier.batch_jobs.sender import Sender, http_client, require_reachable
 
     concurrency = args.concurrency or URL_CONCURRENCY
@@ -169,6 +171,7 @@ async def _sender_to_servers(args: Namespace) -> AsyncIterator[tuple["Sender", i
 
 @asynccontextmanager
 async def _sender_to_engine(args: Namespace) -> AsyncIterator[tuple["Sender", int]]:
+    """Yields (sender, number of lines to send at once), for an engine in this process."""
     from espalier.batch_jobs.files import MAX_LINE_BYTES
     from espalier.batch_jobs.sender import Sender, app_client
     from espalier.server.api import ApiOptions

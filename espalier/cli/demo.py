@@ -43,7 +43,7 @@ TokenName = Callable[[int], str]
 
 
 def draw_round_tree(trace: RoundTrace, token_name: TokenName, signs: DrawingSigns) -> Text:
-    """Returns a drawing of one round's tree.  token_name(token): a token's text.  signs: the characters for lines.
+    """Returns a drawing of the tree of the round `trace`.  token_name(token): a token's text.  signs: for lines.
 
     A node's score is the sum of the draft's log-probabilities on the path from the root to the node."""
     drawing = Text()
@@ -64,7 +64,8 @@ def _draw_node(
     token_name: TokenName,
     signs: DrawingSigns,
 ) -> None:
-    """Appends a line for `node`, which begins with line_prefix + branch_sign, and then the lines of its subtrees."""
+    """Appends to `drawing` a line for `node`, which begins with line_prefix + branch_sign, and lines for its
+    subtrees."""
     accepted = node in trace.tree.path_rows
     label = token_name(trace.tree.tokens[node])
     if node == 0:
@@ -256,8 +257,8 @@ def _logprobs_text(llm: LLM, prompt: str, prior_tokens: list[int], tokens: list[
 
 
 def _draw_round(console: Console, llm: LLM, traces: list[RoundTrace]) -> None:
-    """Draws the first of the rounds that emitted the most tokens.  Rounds that emitted at least as many tokens as the
-    greatest depth of all trees count as equal, so the drawn round may have rejected a node of this depth."""
+    """Draws the first of the rounds `traces` that emitted the most tokens.  Rounds that emitted at least as many tokens
+    as the greatest depth of all trees count as equal, so the drawn round may have rejected a node of this depth."""
     if not traces or llm.tokenizer is None:
         return
     deepest = max(trace.tree.depths[-1] if trace.tree.depths else 0 for trace in traces)

@@ -74,7 +74,7 @@ def run(args: Namespace) -> int:
 def _checked_prompt(
     inputs: InputProcessor, index: int, prompts: list[Any], params: SamplingParams, chat: bool
 ) -> tuple[list[int], SamplingParams]:
-    """Returns the tokens and parameters of prompt `index`.  If neither flags nor model set max_tokens, it is
+    """Returns the tokens and parameters of prompts[index].  If neither flags nor model set max_tokens, it is
     DEFAULT_MAX_TOKENS, or as many tokens as fit after the prompt.  chat: whether the prompt is a chat message."""
     from espalier.llm import number_prompt_errors
 

@@ -109,6 +109,8 @@ class Command(NamedTuple):
 
 
 class Parser(CommandParser):
+    """The parser of `espalier`, or of one of its commands.  An action is argparse's record of a flag or argument."""
+
     def error(self, message: str) -> NoReturn:
         self.exit(BAD_INPUT_STATUS, f"{self.prog}: {' '.join(message.split())}\n")
 
@@ -137,7 +139,7 @@ class Parser(CommandParser):
         return namespace
 
     def add_commands(self, dest: str, metavar: str, command_table: Mapping[str, "Command"]) -> None:
-        """Add a command for each name of `command_table`."""
+        """Add a command for each name of `command_table`.  dest, metavar: as in argparse's add_subparsers."""
         commands = self.add_subparsers(dest=dest, metavar=metavar, parser_class=LazyParser)
         for name, command in command_table.items():
             about = command.help_text
@@ -156,6 +158,7 @@ class Parser(CommandParser):
         return self.commands().get(namespace.command or "", self)
 
     def _unknown_flag_error(self, argument: str, parser: "Parser") -> str:
+        """Returns the error for an unknown flag of the command of `parser`.  argument: --flag or --flag=value."""
         flag = argument.partition("=")[0]
         flags = parser.all_flags()
         arguments = [action.dest for action in parser._actions if not action.option_strings]
@@ -240,6 +243,7 @@ class LazyParser(Parser):
 
 
 def _suggestion(command: str, commands: Collection[str]) -> str:
+    """Returns advice for `command`, which is not one of the known `commands`."""
     if (near := GUESSED_COMMANDS.get(command)) and (near.startswith("--") or near.split()[0] in commands):
         return f"use {near}"
     nearest = difflib.get_close_matches(command, commands, n=1)

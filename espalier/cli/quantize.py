@@ -103,6 +103,7 @@ def _comparison_of_target(args: Namespace, settings: dict[str, Any]) -> Comparis
     _require_runnable(EngineConfig(model=args.model, **settings))
 
     def compare(advance: Callable[[], None]) -> tuple[dict[str, Any], TableRows]:
+        """Compares logits of the model and its copy.  advance: called after each text of each model."""
         accuracy = quantised.compare_accuracy(
             args.model, str(args.out), settings, args.texts, GENERATED_TOKENS, advance
         )
@@ -128,6 +129,7 @@ def _comparison_of_draft(args: Namespace, path: Path, settings: dict[str, Any]) 
     _require_runnable(EngineConfig(model=target, draft=str(path), **settings))
 
     def compare(advance: Callable[[], None]) -> tuple[dict[str, Any], TableRows]:
+        """Compares accept lengths of the draft and its copy.  advance: called after each of the two."""
         drafts = str(path), str(args.out)
         lengths = quantised.accept_lengths(target, drafts, settings, args.texts, GENERATED_TOKENS, advance)
         return {"accuracy": {"accept_length": lengths}}, [_accept_length_row(lengths)]

@@ -204,8 +204,7 @@ def serve_worker(args: Namespace, settings: dict[str, Any], name: str, worker: s
 
     name: the model's name in the API.  worker: the module that the engine process runs; None for the module that loads
     a model from files.
-    Raises EspalierError.
-    """
+    Raises EspalierError."""
     # These imports are slow, and other commands do not need them.
     from espalier.server.api import ApiOptions
     from espalier.server.client import ENGINE_PROCESS_MODULE, ClientOptions
@@ -304,7 +303,7 @@ def _serve_replicas(args: Namespace, settings: dict[str, Any], options: "ServeOp
 
 
 def _refuse_flags(args: Namespace, names: Sequence[str], reason: str) -> None:
-    """Raises EspalierError if one of the flags `names` was given.  reason: the message after the flag's name."""
+    """Raises EspalierError if one of the flags `names` is in `args`.  reason: the message after the flag's name."""
     for name in names:
         if getattr(args, name) is not None:
             raise EspalierError(f"{flag_of(name)} {reason}")

@@ -54,6 +54,7 @@ def _names_with_finite_text(
 
 
 def _references(schema: Any) -> Iterator[str]:
+    """Yields the $ref of a schema and of its subschemas."""
     if isinstance(schema, dict):
         if isinstance(schema.get("$ref"), str):
             yield schema["$ref"]
@@ -85,6 +86,7 @@ def _has_finite_value(schema: Any, finite_places: set[str]) -> bool:
 
 
 def _has_finite_object(schema: dict[str, Any], finite_places: set[str]) -> bool:
+    """Whether an object schema has a value of finite length.  finite_places: see _has_finite_value."""
     properties = schema.get("properties", {})
     if not properties:
         return not schema.get("minProperties") or _has_finite_value(schema.get("additionalProperties"), finite_places)
@@ -129,6 +131,7 @@ def _endless_rules(parsed_grammar: dict[str, Any]) -> list[str]:
     bodies = {i: rule[1] for i, rule in enumerate(parsed_grammar["rules"])}
 
     def has_finite_text(body: int, finite_rules: set[int]) -> bool:
+        """Whether an expression matches a finite text.  body: its index.  finite_rules: the rules known to do so."""
         kind, contents = expressions[body]
         if kind == RULE_KIND:
             return contents[0] in finite_rules
@@ -148,7 +151,7 @@ def _endless_rules(parsed_grammar: dict[str, Any]) -> list[str]:
 
 
 def _rules_in(body: int, expressions: list[tuple[int, list[int]]]) -> set[int]:
-    """Returns the indices of the rules in an expression.  body: the expression's index."""
+    """Returns the indices of the rules in an expression.  body: its index in `expressions`, pairs (kind, contents)."""
     kind, contents = expressions[body]
     if kind in (RULE_KIND, REPEAT_KIND):
         return {contents[0]}

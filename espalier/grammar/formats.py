@@ -43,6 +43,7 @@ def _ipv6() -> str:
 
 
 def _uuid(version: str = "[0-9a-fA-F]", variant: str = "[0-9a-fA-F]") -> str:
+    """Returns a UUID's regex.  version, variant: the regexes of the digits for the version and the variant."""
     digit = "[0-9a-fA-F]"
     return f"{digit}{{8}}-{digit}{{4}}-{version}{digit}{{3}}-{variant}{digit}{{3}}-{digit}{{12}}"
 
@@ -132,5 +133,5 @@ INTEGER_BOUNDS: Mapping[str, tuple[int, int]] = {
 
 @lru_cache
 def node_of_format(name: str, is_short: bool = False) -> Node:
-    """Returns the parsed regex of a format in FORMATS.  is_short: whether to prefer _SHORT_FORMATS."""
+    """Returns the parsed regex of the format `name` in FORMATS.  is_short: whether to prefer _SHORT_FORMATS."""
     return format_node(_SHORT_FORMATS.get(name, FORMATS[name]) if is_short else FORMATS[name])

@@ -113,7 +113,8 @@ def format_node(regex: str) -> Node:
 
 
 def _checked_size(node: Node, regex: str, noun: str, remedy: str) -> Node:
-    """Returns the node.  Raises EspalierError if it matches no text or is too large.  noun: its word in errors."""
+    """Returns the node.  Raises EspalierError if it is too large or matches no text.  noun: the regex's word in
+    errors."""
     if node == NO_TEXT:
         raise EspalierError(f"{noun} {shown(regex)} allows no text; {remedy}")
     if num_states(node) > MAX_STATES:
@@ -127,6 +128,7 @@ def _checked_size(node: Node, regex: str, noun: str, remedy: str) -> Node:
 
 
 def _refusal(noun: str, regex: str, fault: str, position: int, remedy: str) -> EspalierError:
+    """noun: the word for the regex.  fault: what it has at `position`, in words.  remedy: what the user can do."""
     return EspalierError(f"{noun} {shown(regex)} has {fault} at position {position}, which is not supported; {remedy}")
 
 
@@ -164,6 +166,7 @@ def _is_anchor(node: Node, is_start: bool) -> bool:
 
 
 def _require_no_anchor(node: Node, is_start: bool, regex: str, noun: str) -> None:
+    """Raises EspalierError if the node has an anchor of one side: ^ if is_start, else $."""
     if isinstance(node, Anchor) and node.is_start == is_start:
         fault = f"{'^' if is_start else '$'!r} in the middle"
         raise _refusal(noun, regex, fault, node.position, r"write \^ or \$ for the character, or leave it out")
@@ -175,7 +178,8 @@ def _require_no_anchor(node: Node, is_start: bool, regex: str, noun: str) -> Non
 
 
 class _RegexParser:
-    """A parser of one regex.  noun: the word for the regex in errors.  newlines: the characters that "." excludes."""
+    """A parser of one regex.  noun: the word for the regex in errors.  newlines: the characters that "." excludes.
+    depth: the number of groups around the part to read."""
 
     def __init__(self, regex: str, noun: str, newlines: Ranges):
         if not isinstance(regex, str):
@@ -193,6 +197,7 @@ class _RegexParser:
         return node
 
     def _refusal_at(self, fault: str, remedy: str, position: int | None = None) -> EspalierError:
+        """fault: what is wrong at `position`, by default the parser's.  remedy: what the user can do."""
         return _refusal(self.noun, self.regex, fault, self.position if position is None else position, remedy)
 
     def _peek(self) -> str:
@@ -238,6 +243,7 @@ class _RegexParser:
         return Chars(complement(self.newlines)) if char == "." else _node_of_characters(self._read_literal(char, at))
 
     def _read_literal(self, char: str, position: int) -> Characters:
+        """Returns `char`, which stands for itself.  position: its index in the regex, for the error."""
         if SURROGATES[0] <= ord(char) <= SURROGATES[1]:
             raise self._refusal_at(
                 f"half of a surrogate pair, {char!r}", r"write the character, or \U and 8 hex digits", position
@@ -281,6 +287,7 @@ class _RegexParser:
         return least, int(most) if most else None if comma else least, counts.end()
 
     def _read_repetition(self, part: Node) -> Node:
+        """Reads the quantifier after `part`, if there is one.  Returns the repeated part."""
         at, char = self.position, self._peek()
         counts: tuple[int, int | None]
         if char == "{" and (counts_and_end := self._read_counts()) is not None:
@@ -305,6 +312,7 @@ class _RegexParser:
     # Classes
 
     def _read_escape(self, within_class: bool = False) -> Characters:
+        r"""Reads an escape such as \d or \n.  within_class: whether it stands between brackets."""
         at = self.position
         self.position += 2
         char = self.regex[at + 1 : at + 2]
@@ -333,6 +341,7 @@ class _RegexParser:
             self.position += len(inside) + 1
 
     def _read_code_point(self, escape_letter: str, position: int) -> Characters:
+        r"""Reads the hex digits after \x, \u or \U.  position: the backslash's index in the regex, for errors."""
         digits = self.regex[self.position : self.position + (num_digits := NUM_HEX_DIGITS[escape_letter])]
         if len(digits) < num_digits or not all(digit in "0123456789abcdefABCDEF" for digit in digits):
             fault = f"'\\{escape_letter}' without {num_digits} hex digits"

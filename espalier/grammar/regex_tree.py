@@ -29,6 +29,7 @@ class Characters(NamedTuple):
 
 
 def same_in_all_dialects(ranges: Iterable[tuple[int, int]]) -> Characters:
+    """ranges: pairs (first, last) of code points, of the characters that a class accepts in every dialect."""
     valid_ranges = complement(complement(union(ranges)))  # without surrogates
     return Characters(valid_ranges, valid_ranges)
 
@@ -45,6 +46,7 @@ def union(ranges: Iterable[tuple[int, int]]) -> Ranges:
 
 
 def complement(ranges: Ranges) -> Ranges:
+    """Returns all other characters, except surrogates."""
     next_free, gaps = 0, []
     for first, last in union((*ranges, SURROGATES)):
         if next_free < first:
@@ -143,6 +145,7 @@ NO_TEXT = Alt(())
 
 
 def seq(parts: list[Node]) -> Node:
+    """Returns a node for the concatenated parts, with nested sequences made flat."""
     flat_parts: list[Node] = []
     for part in parts:
         if part == NO_TEXT:
@@ -160,6 +163,7 @@ def alt(branches: list[Node]) -> Node:
 
 
 def repeat(repeated: Node, minimum: int, maximum: int | None) -> Node:
+    """Returns a node for `minimum` to `maximum` repetitions; maximum None: no upper limit."""
     if repeated == EMPTY_TEXT or maximum == 0 or (repeated == NO_TEXT and minimum == 0):
         return EMPTY_TEXT
     return repeated if repeated == NO_TEXT or (minimum, maximum) == (1, 1) else Repeat(repeated, minimum, maximum)
@@ -260,6 +264,7 @@ def _repeat_in_blocks(char: str, minimum: int, maximum: int | None) -> str:
 
 
 def _class_text(ranges: Ranges) -> str:
+    """Returns the regex of a class in xgrammar's spelling."""
     if ranges == CARET_RANGES:
         return r"\^"
     if len(ranges) == 1 and ranges[0][0] == ranges[0][1] and _needs_no_escape(ranges[0][0]):
@@ -284,6 +289,7 @@ def _without_utf8_gaps(ranges: Ranges) -> Ranges:
 
 
 def _range_text(bounds: tuple[int, int]) -> str:
+    """bounds: the first and last code point of a range, both included."""
     first, last = bounds
     return _code_point_text(first) if first == last else f"{_code_point_text(first)}-{_code_point_text(last)}"
 

@@ -98,7 +98,8 @@ def _subschemas(schema: Any) -> Iterator[dict[str, Any]]:
 
 
 class _SchemaRewriter:
-    """Rewrites a schema and its subschemas.  rules: the keywords of a subschema.  path: its JSON pointer."""
+    """Rewrites a schema and its subschemas.  rules: the keywords of a subschema.  path: its JSON pointer.
+    depth: the number of schemas around it.  name, value: a keyword and its value."""
 
     def __init__(self, root: Any, strict: bool):
         self.root_schema = root
@@ -165,8 +166,8 @@ class _SchemaRewriter:
         }
 
     def _rewritten_values(self, rules: dict[str, Any], name: str, path: str) -> dict[str, Any]:
-        """Returns the enforceable form of enum or const.  Values that are not of the schema's type are removed, because
-        xgrammar ignores the type beside these keywords."""
+        """Returns the enforceable form of the keyword `name`, enum or const.  Values that are not of the schema's type
+        are removed, because xgrammar ignores the type beside these keywords."""
         values = rules[name] if name == "enum" else [rules[name]]
         if not isinstance(values, list):
             raise schema_error(path, f"'enum' is {shown(values)}", "use a list of values")
@@ -245,6 +246,7 @@ class _SchemaRewriter:
     def _rewritten_type(
         self, type_name: str, rules: dict[str, Any], path: str, depth: int, has_other_types: bool
     ) -> dict[str, Any]:
+        """Returns the enforceable form of a subschema for one of its types.  has_other_types: whether it has more."""
         rules_of_type = {rule: value for rule, value in rules.items() if rule in KEYWORDS_OF[type_name]}
         if has_other_types and type_name != "string" and not is_known_format(type_name, rules_of_type.get("format")):
             rules_of_type.pop("format", None)
@@ -359,6 +361,7 @@ class _SchemaRewriter:
         return value
 
     def _are_disjoint(self, first_schema: dict[str, Any], second_schema: dict[str, Any]) -> bool:
+        """Whether types, or texts of a required property, show that no value is valid under both schemas."""
         types = [self._type_set(schema) for schema in (first_schema, second_schema)]
         if types[0] and types[1] and not types[0] & types[1]:
             return True

@@ -58,6 +58,7 @@ def length_bounds(node: Node) -> tuple[int, float]:
 
 
 def _with_max_length(node: Node, maximum: int) -> Node:
+    """Returns the node without some texts, so that no text is longer than `maximum` characters."""
     low, high = length_bounds(node)
     if high <= maximum:
         return node
@@ -153,7 +154,7 @@ def check_count_keywords(rules: dict[str, Any], path: str) -> None:
 
 
 def string_rules(rules: dict[str, Any], path: str) -> dict[str, Any]:
-    """Returns a string schema with one pattern for all rules.  The allowed texts need no escapes in JSON."""
+    """Returns a string schema with one pattern for all `rules`.  The allowed texts need no escapes in JSON."""
     if "format" in rules and rules["format"] in ANNOTATION_FORMATS["string"]:
         del rules["format"]
     if not rules:
@@ -181,7 +182,7 @@ def string_rules(rules: dict[str, Any], path: str) -> dict[str, Any]:
 
 
 def number_rules(rules: dict[str, Any], type_name: str, path: str) -> dict[str, Any]:
-    """Returns the schema of a number or an integer.  An integer's bounds are rounded to integers."""
+    """Returns the schema of a number or an integer from its keywords `rules`.  An integer's bounds are rounded."""
     number_schema: dict[str, Any] = {}
     rules = _apply_integer_format(rules, type_name, path)
     for rule, value in rules.items():
@@ -204,7 +205,7 @@ def number_rules(rules: dict[str, Any], type_name: str, path: str) -> dict[str, 
 
 
 def _apply_integer_format(rules: dict[str, Any], type_name: str, path: str) -> dict[str, Any]:
-    """Returns the rules without `format`.  An integer's format becomes bounds."""
+    """Returns `rules` without `format`.  An integer's format becomes bounds.  path: the JSON pointer, for errors."""
     other_rules = {rule: value for rule, value in rules.items() if rule != "format"}
     if "format" not in rules or rules["format"] in ANNOTATION_FORMATS[type_name]:
         return other_rules
@@ -224,6 +225,7 @@ def _apply_integer_format(rules: dict[str, Any], type_name: str, path: str) -> d
 
 
 def is_known_format(type_name: str, format: Any) -> bool:
+    """Whether `format` is supported for values of this type."""
     names = {
         *(FORMATS if type_name == "string" else INTEGER_BOUNDS if type_name == "integer" else ()),
         *ANNOTATION_FORMATS.get(type_name, ()),
@@ -270,7 +272,7 @@ def _json_equality_key(value: Any) -> Any:
 
 
 def _bounds_in_units(bounds: dict[str, Any], denominator: int) -> tuple[int | None, int | None]:
-    """Returns the (least, greatest) allowed value in units of 1/denominator; None for a missing bound."""
+    """Returns the (least, greatest) value that `bounds` allow, in units of 1/denominator; None for a missing bound."""
     least = [math.ceil(_bound_in_units(bounds, "minimum", denominator))] if "minimum" in bounds else []
     most = [math.floor(_bound_in_units(bounds, "maximum", denominator))] if "maximum" in bounds else []
     if "exclusiveMinimum" in bounds:
@@ -286,7 +288,7 @@ def _bound_in_units(bounds: dict[str, Any], keyword: str, denominator: int) -> F
 
 
 def _multiples_schema(rules: dict[str, Any], path: str) -> dict[str, Any]:
-    """Returns the schema of integers with a multipleOf.  Bounded integers become an enum."""
+    """Returns the schema of integers whose keywords `rules` have multipleOf.  Bounded integers become an enum."""
     step = rules["multipleOf"]
     least, most = _bounds_in_units(rules, 1)
     if least is None and most is None:
@@ -313,4 +315,5 @@ def _multiples_schema(rules: dict[str, Any], path: str) -> dict[str, Any]:
 
 
 def schema_error(path: str, problem: str, remedy: str) -> EspalierError:
+    """path: the JSON pointer of a subschema.  problem: what is wrong with it.  remedy: what the user can do."""
     return EspalierError(f"the JSON schema at {shown(path)}: {problem}; {remedy}")

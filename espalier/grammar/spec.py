@@ -65,13 +65,13 @@ class Grammar:
 
     @classmethod
     def of_json_schema(cls, schema: Any, *, strict: bool = True, after: str | None = None) -> "Grammar":
-        """Returns the grammar of a JSON schema.  schema: a dict, a bool or JSON text."""
+        """Returns the grammar of a JSON schema: a dict, a bool or JSON text.  strict, after: as in Grammar."""
         text = schema if isinstance(schema, str) else json.dumps(schema)
         return cls("json_schema", text, strict, after)
 
     @classmethod
     def of_choices(cls, choices: list[str], *, after: str | None = None) -> "Grammar":
-        """Returns the grammar that allows exactly the texts `choices`."""
+        """Returns the grammar that allows exactly the texts `choices`.  after: as in Grammar."""
         return cls("choice", json.dumps(choices), after=after)
 
 

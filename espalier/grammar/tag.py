@@ -20,8 +20,7 @@ def rewrite_tag_for_xgrammar(text: str, strict: bool) -> str:
     """Returns a structural tag in xgrammar's form, with JSON schemas and regexes that xgrammar enforces completely.
 
     text: {"type": "structural_tag", "format": ...}, or SGLang's {"structures": [...], "triggers": [...]}.
-    Raises EspalierError.
-    """
+    Raises EspalierError."""
     return json.dumps({"type": "structural_tag", "format": _enforceable_part(format_of_tag(text), strict, 0)})
 
 
@@ -59,7 +58,7 @@ def _format_of_structures(tag: dict[str, Any]) -> dict[str, Any]:
 
 
 def _enforceable_part(value: Any, strict: bool, depth: int) -> Any:
-    """Returns a part of a structural tag with its schemas and regexes rewritten for xgrammar."""
+    """Returns `value`, a part of a structural tag, with its schemas and regexes rewritten for xgrammar."""
     if depth > MAX_DEPTH:
         raise EspalierError(f"the structural tag is nested more than {MAX_DEPTH} levels deep; flatten it")
     if isinstance(value, list):
@@ -99,6 +98,7 @@ def ebnf_of_choices(choices_json: str) -> str:
 
 
 def _ebnf_literal(text: str) -> str:
+    """Returns the string literal of xgrammar's EBNF that matches exactly `text`."""
     # In xgrammar, \u reads four hex digits, but \x would read all hex digits that follow.
     special = {'"': '\\"', "\\": "\\\\"}
     return '"' + "".join(special.get(c, c if c >= " " else f"\\u{ord(c):04x}") for c in text) + '"'

@@ -211,7 +211,7 @@ def read_dflash_fields(fields: DraftFields, supported: Sequence[str]) -> DraftFi
 
 
 def refuse_mismatch(config: BlockConfig, target: ModelConfig, path: Path) -> None:
-    """Raises EspalierError if the sizes or the captured layers of the draft do not fit the target."""
+    """Raises EspalierError if the sizes or captured layers of the draft (`config`, in `path`) do not fit the target."""
     refuse_wrong_sizes(path, target, config.layer.hidden_size, config.layer.vocab_size, config.spec.vocab_size)
     # A captured layer with the index num_layers would mean the input of the final norm.  It is not supported, because
     # some public implementations apply the norm to this input, and others do not.
@@ -231,8 +231,7 @@ class MarkovHead:
     hidden_projection: the columns of the head's gate projection or recurrent projection that read hidden states.
     row_projection: the other columns of this projection (FactorProjection.weight).  hidden_projection and
     row_projection are None if the head reads only the parent token.
-    is_recurrent: whether the head reads all earlier tokens of the path (type "rnn").
-    """
+    is_recurrent: whether the head reads all earlier tokens of the path (type "rnn")."""
 
     parent_vectors: Tensor
     token_vectors: Tensor
@@ -241,6 +240,7 @@ class MarkovHead:
     is_recurrent: bool = False
 
     def score_edges(self, logits: Tensor, hidden: Tensor) -> LowRankEdges:
+        """Returns the scores of edges.  logits: [B, S, draft vocabulary].  hidden: [B, S, H], the lm_head's inputs."""
         projection = None
         if self.hidden_projection is not None and self.row_projection is not None:
             projection = FactorProjection(self.hidden_projection(hidden), self.row_projection, self.is_recurrent)
@@ -277,18 +277,22 @@ class BlockDraft:
         self.context_kv = [_attention_of(layer).qkv.rows_from(q_rows) for layer in self.layers]
 
     def __call__(self, p: Pass) -> Tensor:
+        """Returns the inputs of the lm_head, [B, Q, H].  p: a pass over the block of each request."""
         s = self.embed(p, self.rope)
         for layer in self.layers:
             layer(s, p)
         return s.final_norm(self.norm, p.out_shape)[1]
 
     def block_logits(self, hidden: Tensor) -> Tensor:
+        """Returns the logits [..., draft vocabulary].  hidden: [..., H], the inputs of the lm_head."""
         return self.head(hidden)
 
     def fuse(self, features: Tensor) -> Tensor:
+        """Returns [..., H], the vectors that `context_kv` projects.  features: [..., F], the target's hidden states."""
         return self.context_norm(self.fc(features))
 
     def write_context(self, features: Tensor, p: Pass) -> None:
+        """Writes K and V of every layer to the cache.  features: [B, W, F], the target's hidden states at W tokens."""
         context = self.fuse(features).flatten(0, 1)
         for layer, project in zip(self.layers, self.context_kv, strict=True):
             heads = project(context).unflatten(1, (-1, self.config.layer.head_size))
@@ -312,7 +316,7 @@ def make_block(weights: Weights, config: BlockConfig, target: CausalLM, position
 
 
 def load_block_fields(weights: Weights, config: BlockConfig, target: CausalLM, position_rows: int) -> dict[str, Any]:
-    """Returns the fields of a BlockDraft, without `edge_scorer`."""
+    """Loads the fields of a BlockDraft, without `edge_scorer`.  Returns them by name.  weights: the draft's."""
     layer, spec, eps = config.layer, config.spec, config.layer.rms_norm_eps
     hidden = layer.hidden_size
     embed = draft_embedding(weights, (layer.vocab_size, hidden), target)

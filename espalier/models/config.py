@@ -140,8 +140,7 @@ class Family:
     normalise_fields: takes config.json, and returns its fields under the names that all families share.
     extra_layer_types: further values that `layer_types` may contain.
     stored_names: how the family's checkpoints name the weights.  ignored_weights: prefixes of weights outside the text
-    model, each with a description.  final_norm: the name of the last norm.
-    """
+    model, each with a description.  final_norm: the name of the last norm."""
 
     architecture: str
     model_type: str
@@ -196,8 +195,7 @@ class ModelConfig:
     raw: config.json, completed with the family's defaults, with the overrides applied.
     path: the checkpoint's directory, or its GGUF file.
     multimodal_architecture: the architecture of the multimodal checkpoint with this text model; None for a text model.
-    probe_result: the properties of the transformers class that runs the model; None if Espalier's own layers run it.
-    """
+    probe_result: the properties of the transformers class that runs the model; None if Espalier's own layers run it."""
 
     family: Family = field(repr=False)
     architecture: str
@@ -264,6 +262,8 @@ def parse_config(
 def _parse_fields(
     config_json: Json, family: Family, path: Path, overrides: Mapping[str, Any], generation_config: Json
 ) -> ModelConfig:
+    """Does the work of parse_config.  overrides: fields in place of those of config.json.  path: the model's
+    directory."""
     config_json = family.normalise_fields(config_json)
     defaults = {"tie_word_embeddings": False, **family.defaults}
     allowed_names = {*config_json, *defaults, *NEUTRAL_VALUES, *IGNORED_FIELDS, *QUANTISATION_FIELDS, *ROPE_FIELDS}
@@ -401,6 +401,7 @@ def hybrid_windows(config_fields: Json) -> LayerWindows:
 
 
 def _read_windows(config_fields: Json, family: Family, num_layers: int) -> LayerWindows:
+    """Returns the sliding window of each layer.  Raises EspalierError for fields that contradict each other."""
     types = config_fields.get("layer_types")
     if types is not None:
         supported = {FULL_ATTENTION, SLIDING_ATTENTION, *family.extra_layer_types}

@@ -79,7 +79,7 @@ def require_field_types(config_fields: Json) -> None:
 
 
 def positive_number(config_fields: Json, name: str) -> float:
-    """Returns the value of a field that must be a positive number.  Raises EspalierError for any other value."""
+    """Returns the value of the field `name`.  Raises EspalierError if it is not a positive number."""
     value = config_fields.get(name)
     if not _is_positive(value):
         raise EspalierError(f"{name} = {shown(value)}; a positive number is needed; correct the config")
@@ -87,7 +87,7 @@ def positive_number(config_fields: Json, name: str) -> float:
 
 
 def require_counts(config_fields: Json, names: Iterable[str], max_value: int = MAX_SIZE) -> None:
-    """Raises EspalierError if a field is not an integer from 1 to `max_value`."""
+    """Raises EspalierError if one of the fields `names` is not an integer from 1 to `max_value`."""
     for name in names:
         positive_integer(config_fields, name, max_value)
 
@@ -105,8 +105,7 @@ def rotated_size(config_fields: Json, head_size: int) -> int:
     """Returns how many values at the beginning of a head are rotated.  Raises EspalierError for an invalid
     partial_rotary_factor.
 
-    For a proportional RoPE, returns the head size, because values that are not rotated have frequency 0.
-    """
+    For a proportional RoPE, returns the head size, because values that are not rotated have frequency 0."""
     if rope_type_of(config_fields) == "proportional":
         return head_size
     share = config_fields.get("partial_rotary_factor")
@@ -120,7 +119,7 @@ def rotated_size(config_fields: Json, head_size: int) -> int:
 
 
 def positive_integer(config_fields: Json, name: str, max_value: int | None = None) -> int:
-    """Returns the value of a field that must be a positive integer.  Raises EspalierError for any other value."""
+    """Returns the value of the field `name`.  Raises EspalierError if it is not a positive integer."""
     value, max_value = config_fields.get(name), max_value or LARGEST_VALUES.get(name, MAX_SIZE)
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= max_value:
         raise EspalierError(
@@ -131,7 +130,7 @@ def positive_integer(config_fields: Json, name: str, max_value: int | None = Non
 
 
 def kv_heads_and_head_size(config_fields: Json, heads: int, hidden: int) -> tuple[int, int]:
-    """Returns (number of key-value heads, size of a head) of layers that keep K and V heads."""
+    """Returns (number of key-value heads, size of a head) of layers with K and V heads.  hidden: the hidden size."""
     head_size = (
         hidden // heads if config_fields.get("head_dim") is None else positive_integer(config_fields, "head_dim")
     )
@@ -160,7 +159,7 @@ FAMILY_FIELDS = ("architectures", "model_type")
 
 
 def with_overrides(config_json: Json, overrides: Mapping[str, Any], allowed_names: set[str]) -> Json:
-    """Returns `config_json` with the overridden fields replaced.  Nested objects are merged field by field.
+    """Returns `config_json` with the fields in `overrides` replaced.  Nested objects are merged field by field.
     Raises EspalierError for a name that is not in `allowed_names`."""
     merged, overrides = with_rope_type(config_json), rope_overrides(config_json, overrides)
     for name, value in overrides.items():

@@ -111,7 +111,8 @@ def _dense_weights(config: ModelConfig) -> "DeclaredWeights":
 
 
 class DeclaredWeights(Weights):
-    """A substitute for a checkpoint's weights, without data.  Raises EspalierError if ranks cannot divide a weight.
+    """A substitute for Weights, without data.  names: stored matrices, which are stacked.  rows, columns: the size of a
+    matrix, or this rank's part of it.  Methods raise EspalierError if ranks cannot divide a weight.
     num_dense_values: the number of values of the matrices that were loaded until now, without experts."""
 
     dtype = torch.float32
@@ -139,17 +140,20 @@ class DeclaredWeights(Weights):
         return self.formats(name.rpartition(".")[0]) == DENSE_FORMAT
 
     def format_of(self, name: str) -> WeightFormat:
+        """Returns the storage format of the matrix `name`, as config.json declares it."""
         return self.formats(name)
 
     def require_shape(self, name: str, shape: tuple[int, ...]) -> None:
         """Accepts every shape, because there is no stored shape to compare."""
 
     def load(self, name: str, *shape: int) -> Tensor:
+        """Returns a tensor of this shape: zeros if it is small, else a tensor without data."""
         return torch.zeros(shape, device="cpu" if prod(shape) < MIN_META_VALUES else META_DEVICE)
 
     load_exact = load
 
     def load_number(self, name: str) -> float:
+        """Returns 1.0 in place of a stored number."""
         return 1.0
 
     def load_entries(self, name: str, num_entries: int, *shape: int) -> Iterator[Tensor]:
@@ -160,6 +164,7 @@ class DeclaredWeights(Weights):
         return self.empty(len(rows), columns)
 
     def weight(self, names: Sequence[str], rows: Sequence[SizeOrPart], columns: SizeOrPart) -> Weight:
+        """Returns the stacked matrices as a weight without data, and counts its values."""
         tensor = self._declare(names, rows, columns)
         self.num_dense_values += tensor.numel()
         return DenseWeight(tensor)
@@ -170,6 +175,7 @@ class DeclaredWeights(Weights):
         return tensor
 
     def matrix(self, names: Sequence[str], rows: Sequence[SizeOrPart], columns: SizeOrPart) -> Tensor:
+        """Returns the stacked matrices of a layer's experts, without data and without counting them."""
         # All experts of a layer have the same sizes, so only the first expert is checked.
         self._declare(names[:1], rows[:1], columns)
         return self.empty(sum(len(as_rank_part(size)) for size in rows), len(as_rank_part(columns)))
@@ -198,11 +204,13 @@ class DeclaredWeights(Weights):
         return QuantisedMatrix("int4", placeholder, placeholder, group_size=2)
 
     def _read_checked(self, name: str, declared: StoredTensor) -> Tensor:
+        """Returns a tensor without data, with the declared shape and dtype."""
         dtype = declared.dtype[0] if isinstance(declared.dtype, tuple) else declared.dtype
         return torch.empty(declared.shape, dtype=dtype or self.dtype, device=META_DEVICE)
 
     @contextmanager
     def _matrix_names_in_errors(self, names: Sequence[str]) -> Iterator[None]:
+        """Adds the number of ranks and the first of `names` to the text of errors."""
         try:
             yield
         except EspalierError as error:

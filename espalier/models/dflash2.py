@@ -77,6 +77,7 @@ def read_dflash2(path: Path, config_json: Json, target: ModelConfig) -> DFlash2C
 
 
 def _read_z_lab_config(top_fields: DraftFields, target: ModelConfig) -> DFlash2Config:
+    """Returns the config of a draft in the format of z-lab.  top_fields: the fields at config.json's top level."""
     fields = read_dflash_fields(top_fields, DFLASH_FIELDS).with_defaults(
         {"block_size": DEFAULT_BLOCK_SIZE, **top_fields.raw}
     )
@@ -110,6 +111,7 @@ def _read_z_lab_config(top_fields: DraftFields, target: ModelConfig) -> DFlash2C
 
 
 def _read_speculators_config(fields: DraftFields, target: ModelConfig) -> DFlash2Config:
+    """Returns the config of a draft in the format of speculators.  fields: the draft's config.json."""
     base = read_speculators_config(fields.with_defaults({"sliding_window_non_causal": True}), target)
     return DFlash2Config(
         layer=base.layer,
@@ -119,12 +121,13 @@ def _read_speculators_config(fields: DraftFields, target: ModelConfig) -> DFlash
 
 
 def _size_fields(fields: DraftFields) -> dict[str, Any]:
+    """Returns the fields of DFlash2Config for convolutions and selector.  fields: the draft's config.json."""
     taps, group, rank, topk = (fields.integer(name, min_value=1) for name in SIZE_DEFAULTS)
     return {"conv_taps": taps, "conv_group": group, "selector_rank": rank, "selector_topk": topk}
 
 
 def _refuse_wrong_sizes(config: DFlash2Config, fields: DraftFields) -> None:
-    """Raises EspalierError for a config whose sizes do not fit together."""
+    """Raises EspalierError for a config whose sizes do not fit together.  fields: make the errors, with the path."""
     hidden, vocab = config.layer.hidden_size, config.layer.vocab_size
     problems = {
         f"conv_group_size = {config.conv_group} does not divide the hidden size {hidden}": hidden % config.conv_group,
@@ -182,11 +185,13 @@ class ConvolvedLayer(DecoderLayer):
     mlp: GatedMLP
 
     def __init__(self, layer: DecoderLayer, attention_conv: BlockConv, mlp_conv: BlockConv) -> None:
+        """layer: has the norms, attention and MLP.  attention_conv, mlp_conv: convolve around these two blocks."""
         super().__init__(layer.index, layer.attention_norm, layer.attention, layer.mlp_norm, layer.mlp)
         self.attention_conv = attention_conv
         self.mlp_conv = mlp_conv
 
     def __call__(self, s: Residual, p: Pass) -> None:
+        """Adds the outputs of attention and MLP to the residual `s`.  p: a pass over one block of each request."""
         block_width = p.tokens.shape[1]
         rows, coefficients = self.attention_conv.convolve_input(
             s.add_and_norm(self.attention_norm, PlainNormReader), block_width
@@ -209,6 +214,7 @@ class CandidateSelector:
     topk: int
 
     def score_edges(self, logits: Tensor, hidden: Tensor) -> LowRankEdges:
+        """Returns the scores of edges.  logits: [B, S, V].  hidden: [B, S, H], the inputs of the lm_head."""
         # If logits are equal, topk may choose any of their tokens.  The choice only affects which tokens are drafted.
         ids = logits.topk(self.topk, -1).indices.sort(-1).values
         token_vectors = self.token_codebook[ids] * self.project(hidden)[:, :, None]
@@ -222,6 +228,7 @@ class DFlash2Draft(BlockDraft):
     config: DFlash2Config
 
     def block_logits(self, hidden: Tensor) -> Tensor:
+        """Returns the scaled and capped logits [..., V].  hidden: [..., H], the inputs of the lm_head."""
         return cap_logits(super().block_logits(hidden), self.config.logit_cap, self.config.logit_scale)
 
 

@@ -53,8 +53,7 @@ class DraftSpec:
     hidden_size: H, the size of the hidden states that modules read and return.
     vocab_size: the size of the draft's vocabulary; smaller than the target's if the draft has DraftModel.d2t.
 
-    Raises EspalierError if the number of layers is not a multiple of the number of modules.
-    """
+    Raises EspalierError if the number of layers is not a multiple of the number of modules."""
 
     algorithm: str
     layer_specs: tuple[LayerSpec, ...] = ()
@@ -151,7 +150,7 @@ class DraftModule(Protocol):
         ...
 
     def logits(self, out: DraftOutput) -> Tensor:
-        """Returns the logits [B, Q, draft vocabulary] in the model's dtype."""
+        """Returns the logits [B, Q, draft vocabulary] of an output, in the model's dtype."""
         ...
 
 
@@ -193,8 +192,7 @@ class BlockModel(DraftModel, Protocol):
     The rows of a block are the root and mask tokens at the next positions.  Block rows attend to rows of their block
     and to context rows.  Each token before the root has one context row.  Pages keep context rows, but no block rows.
 
-    edge_scorer: scores that depend on the parent token; None if the draft has no such scores.
-    """
+    edge_scorer: scores that depend on the parent token; None if the draft has no such scores."""
 
     edge_scorer: EdgeScorer | None
 
@@ -213,7 +211,7 @@ class BlockModel(DraftModel, Protocol):
 
 
 def refuse_wrong_sizes(path: Path, target: ModelConfig, hidden: int, vocab: int, draft_vocab: int = 1) -> None:
-    """Raises EspalierError for a draft whose sizes do not fit its target.
+    """Raises EspalierError for a draft, in the directory `path`, whose sizes do not fit its target.
     hidden: the size of the target's hidden states that the draft reads.  vocab: the number of tokens that the draft
     embeds.  draft_vocab: the number of tokens that the draft can propose."""
     for name, size, needed in (("hidden size", hidden, target.hidden_size), ("vocabulary", vocab, target.vocab_size)):

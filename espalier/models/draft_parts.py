@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 def draft_embedding(weights: Weights, shape: Sequence[int], target: CausalLM, name: str = "embed_tokens") -> Embedding:
-    """Returns the draft's embedding, or the target's if the draft has none.  shape: (vocabulary, hidden size).
+    """Returns the draft's embedding `name`, or the target's if the draft has none.  shape: (vocabulary, hidden size).
     Raises EspalierError if the target's embedding is needed but has another shape."""
     if uses_target_matrix(weights, name, "model.embed_tokens", shape, target.embed.shape):
         embed = gathered_embedding(target)
@@ -46,8 +46,8 @@ def gathered_embedding(target: CausalLM) -> Embedding:
 
 
 def draft_head(weights: Weights, layer: ModelConfig, draft_vocab: int, target: CausalLM, embed: Embedding) -> Linear:
-    """Returns the draft's lm_head.  A draft without a head uses its tied embedding or the target's head.
-    Raises EspalierError if the target's head has another shape."""
+    """Returns the draft's lm_head.  A draft without a head uses its tied embedding `embed` or the target's head.
+    Raises EspalierError if the target's head has another shape.  layer: the config of the draft's layers."""
     name, shape = "lm_head", (draft_vocab, layer.hidden_size)
     if weights.has_matrix(name):
         return load_head(weights, name, *shape)
@@ -65,8 +65,7 @@ def uses_target_matrix(
     is a copy of the target's.
 
     target_name: the name of the target's matrix in `weights`, which may hold the target's weights too.  A quantised
-    matrix is never treated as a copy.  Raises EspalierError if the target's matrix has another shape.
-    """
+    matrix is never treated as a copy.  Raises EspalierError if the target's matrix has another shape."""
     if weights.has_matrix(name):
         return name != target_name and _have_equal_values(weights, f"{name}.weight", f"{target_name}.weight")
     if tuple(target_shape) != tuple(shape):
@@ -79,7 +78,7 @@ def uses_target_matrix(
 
 
 def _have_equal_values(weights: Weights, name: str, other_name: str) -> bool:
-    """Whether both tensors are stored, and have the same values in a floating-point dtype."""
+    """Whether the tensors `name` and `other_name` are both stored, with the same values in a floating-point dtype."""
     if name not in weights or other_name not in weights or weights.shape(name) != weights.shape(other_name):
         return False
     tensor, other_tensor = (weights.load_raw(tensor_name, *weights.shape(name)) for tensor_name in (name, other_name))
@@ -113,7 +112,8 @@ Choice = TypeVar("Choice", bound=str)
 
 @dataclass(frozen=True)
 class DraftFields:
-    """The fields of an object in a draft's config.json.  Methods raise EspalierError for a field with a wrong value."""
+    """The fields of an object in a draft's config.json.  name: a field's name.  default: the value of a missing field.
+    Methods raise EspalierError for a field with a wrong value."""
 
     raw: Mapping[str, Any]
     path: Path
@@ -131,6 +131,7 @@ class DraftFields:
         return self.raw.get(name, default)
 
     def is_set(self, name: str, default: bool = False) -> bool:
+        """Whether the value of the field is true."""
         return bool(self.raw.get(name, default))
 
     def nested_object(self, name: str) -> "DraftFields":
@@ -146,6 +147,7 @@ class DraftFields:
         return {**self.nested_object("transformer_layer_config").raw, **quantisation_of(self.raw)}
 
     def integer(self, name: str, min_value: int = 2, max_value: int = MAX_SIZE) -> int:
+        """Returns the value of a field that must be an integer from `min_value` to `max_value`."""
         value = self.raw.get(name)
         if not isinstance(value, int) or isinstance(value, bool) or not min_value <= value <= max_value:
             needed = f"an integer of at least {min_value}" if max_value == MAX_SIZE else f"{min_value} to {max_value}"
@@ -153,6 +155,7 @@ class DraftFields:
         return value
 
     def number(self, name: str) -> float | None:
+        """Returns the value of a field that must be a number; None if it is null or missing."""
         value = self.raw.get(name)
         is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= MAX_NUMBER
         if value is not None and not is_number:
@@ -176,7 +179,8 @@ class DraftFields:
         return tuple(ids)
 
     def mask_token(self, vocab: int, names: Sequence[str] = ("mask_token_id",)) -> int:
-        """Returns the id of the mask token, from the first field of `names` that config.json has."""
+        """Returns the mask token's id, from the first of the fields `names` that is set.  vocab: the vocabulary's
+        size."""
         tokens = {name: self.raw[name] for name in names if self.raw.get(name) is not None}
         name, token = next(iter(tokens.items()), (names[0], None))
         if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab:

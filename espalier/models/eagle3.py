@@ -172,8 +172,7 @@ def _captured_layers(
 
     Heads for DeepSeek targets are an exception: the ids in their eagle_config are the layers whose inputs are captured.
     But if the first id is 1, the ids are the layers whose outputs are captured, as in the default list, which begins
-    with 1.
-    """
+    with 1."""
     num_layers = target.num_layers
     name = "eagle_aux_hidden_state_layer_ids"
     if eagle_fields.get("use_aux_hidden_state", True) is False:
@@ -203,7 +202,8 @@ def _captured_layers(
 
 
 def refuse_mismatch(config: Eagle3Config, target: ModelConfig, path: Path) -> None:
-    """Raises EspalierError if the head's sizes do not fit the target, or if its options contradict each other."""
+    """Raises EspalierError for a head (`config`, in `path`) that does not fit the target, or with contradictory
+    options."""
     if config.layer.experts is not None:
         raise EspalierError(
             f"{path}: a draft layer of {config.layer.architecture} has experts, which is not supported; use a draft "
@@ -222,8 +222,7 @@ class Eagle3Draft:
     (espalier/models/draft.py).
 
     layer_specs: what this rank's part of each layer stores in the KV cache.
-    layers: the first layer reads the normed embedding and the normed hidden state, which `embed` computes.
-    """
+    layers: the first layer reads the normed embedding and the normed hidden state, which `embed` computes."""
 
     has_experts = False
 
@@ -247,6 +246,8 @@ class Eagle3Draft:
         return (self,)
 
     def __call__(self, p: Pass, hidden: Tensor, parents: Tensor | None = None) -> DraftOutput:
+        """Returns the outputs for the rows of a pass.  hidden: [B, R, H], R vectors of each request.  parents: [B, Q],
+        for each row the index of the vector in `hidden` that it reads; None if row i reads vector i."""
         norms = (self.embed_norm.weight, self.embed_norm.eps, self.hidden_norm.weight, self.hidden_norm.eps)
         s = self.embed(p, self.rope, DraftHidden(hidden, parents, *norms, self.config.norm_before_residual))
         for layer in self.layers:
@@ -255,9 +256,11 @@ class Eagle3Draft:
         return DraftOutput(normed if self.config.norm_output else x, normed)
 
     def output_from_hidden(self, hidden: Tensor) -> DraftOutput:
+        """Returns the DraftOutput of rows from their `hidden` [..., H], without running the layers."""
         return DraftOutput(hidden, hidden if self.config.norm_output else self.norm(hidden))
 
     def logits(self, out: DraftOutput) -> Tensor:
+        """Returns the logits [B, Q, draft vocabulary] of the head's output `out`."""
         return self.head(out.normed)
 
 
@@ -289,7 +292,7 @@ def make_eagle3(weights: Weights, config: Eagle3Config, target: CausalLM, positi
 
 
 def load_head_fields(weights: Weights, config: Eagle3Config, target: CausalLM, position_rows: int) -> dict[str, Any]:
-    """Loads the fields of an Eagle3Draft.  Returns them by name."""
+    """Loads the fields of an Eagle3Draft.  Returns them by name.  weights: the draft's."""
     _refuse_eagle1_and_2(weights, config)
     prefix = "midlayer." if "midlayer.hidden_norm.weight" in weights else "layers.0."
     spec, hidden, eps = config.spec, config.layer.hidden_size, config.layer.rms_norm_eps

@@ -79,7 +79,7 @@ def _spec_reading_target(spec: LayerSpec, target_specs: Sequence[LayerSpec], pat
     """Returns `spec` with `shares_with` set to the target layer whose rows the draft layer reads.
     If `spec` has a sliding window, this is the target's last layer with a window, else its last layer without a window.
     Layers that read the rows of other layers do not count.
-    Raises EspalierError if the target has no such layer."""
+    Raises EspalierError if the target has no such layer.  path: the draft's directory, for the error."""
     candidates = [
         i
         for i, target_spec in enumerate(target_specs)
@@ -143,9 +143,12 @@ class Assistant:
 
     @staticmethod
     def fuse(features: Tensor) -> Tensor:
+        """Returns the features unchanged: the assistant reads the target's hidden states [..., H] as they are."""
         return features
 
     def __call__(self, p: Pass, hidden: Tensor, parents: Tensor | None = None) -> DraftOutput:
+        """Returns the outputs for the rows of a pass.  hidden: [B, R, H], R vectors of each request.  parents: [B, Q],
+        for each row the index of the vector in `hidden` that it reads; None if row i reads vector i."""
         rows = hidden if parents is None else gather_rows(parents, hidden)
         tokens = F.embedding(p.tokens.clamp(min=0), self.embed.weight) * self.embed.scale
         s = Residual(self.input_projection(torch.cat((tokens, rows), -1).flatten(0, 1)))
@@ -158,6 +161,7 @@ class Assistant:
         raise NotImplementedError("a hidden state is a row's input here: AssistantDrafter runs the root's row")
 
     def logits(self, out: DraftOutput) -> Tensor:
+        """Returns the logits [B, Q, vocabulary] of the assistant's output `out`."""
         return self.head(out.normed)
 
 
@@ -189,6 +193,7 @@ def make_assistant(weights: Weights, config: AssistantConfig, target: CausalLM, 
 
 
 def _load_clustered_head(weights: Weights, config: AssistantConfig, head: Tensor) -> ClusteredHead:
+    """Returns the lm_head that scores only the tokens of the likeliest clusters.  head: the rows of all tokens."""
     vocab, prefix = config.layer.vocab_size, "masked_embedding."
     order = weights.load_raw(f"{prefix}token_ordering", vocab).to(weights.device, torch.int64)
     if not torch.equal(order.sort().values, torch.arange(vocab, device=order.device)):

@@ -81,8 +81,7 @@ class GGUFArchitecture:
     norm_offset: a number that the converter added to the weights of norms.
     extra_fields: returns additional fields of config.json.  Its arguments are the file and a function that reads a
     metadata field.
-    extra_field_names: the metadata fields that `extra_fields` reads.
-    """
+    extra_field_names: the metadata fields that `extra_fields` reads."""
 
     family: str
     model_type: str
@@ -118,6 +117,7 @@ LARGEST_NUM_LAYERS = {"gemma2": 46, "gemma3": 62}
 
 
 def _gemma_fields(gguf: GGUF, read_field: Callable[[str], Any]) -> Json:
+    """Returns the fields of Gemma's config.json.  read_field: reads a field of the metadata."""
     heads, hidden = read_field("attention.head_count"), read_field("embedding_length")
     # The file has no field for the scale of queries, so it is derived from the model's size.
     is_largest = read_field("block_count") == LARGEST_NUM_LAYERS[gguf.metadata["general.architecture"]]
@@ -193,14 +193,15 @@ def gguf_config(path: Path) -> Json:
 
 
 def _default_fields(metadata: Json) -> Json:
+    """Returns the fields of config.json that a GGUF file may omit, derived from `metadata`."""
     heads, hidden = metadata["attention.head_count"], metadata["embedding_length"]
     size = hidden // heads if type(heads) is type(hidden) is int and heads > 0 else None
     return {"num_key_value_heads": heads, "head_dim": size, "rope_theta": 10000.0}
 
 
 def _check_metadata_fields(metadata: Json, architecture: GGUFArchitecture, path: Path, name: str) -> None:
-    """Raises EspalierError if a field is missing, or if an unknown field may change the output.  name: the name of the
-    architecture in the file."""
+    """Raises EspalierError if a field of `metadata` is missing, or if an unknown field may change the output.
+    name: the name of the architecture in the file."""
     if missing := next(
         (field for field in CONFIG_FIELDS if field not in metadata and field not in OPTIONAL_FIELDS), None
     ):

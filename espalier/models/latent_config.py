@@ -96,7 +96,7 @@ def indexer_types(config_fields: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _listed_indexer_types(name: str, value: Any, num_layers: int) -> tuple[str, ...]:
-    """Returns the indexer type of each layer from `value`, the value of a field that lists the types."""
+    """Returns the indexer type of each layer.  name, value: the config's field that lists the types."""
     if not isinstance(value, list | tuple | str):
         raise EspalierError(f"{name} = {shown(value)}; a list or null is needed; correct it")
     unknown = [kind for kind in value if not isinstance(kind, str) or kind not in INDEXER_TYPES]

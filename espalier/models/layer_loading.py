@@ -38,7 +38,7 @@ ExpertMatrices = tuple[ExpertMatrix, ExpertMatrix, ExpertBiases | None]
 def load_experts(
     weights: Weights, experts: Experts, prefix: str, hidden: int, shared_activation: Activation = SILU
 ) -> MixtureMLP:
-    """Loads the mixture-of-experts block under `prefix`.  shared_activation: the activation of shared experts."""
+    """Loads the mixture of experts under `prefix`.  hidden: the hidden size.  shared_activation: of shared experts."""
     routing = experts.routing
     # The router is read first, because its shape shows whether the number of experts is right.
     router = weights.load(f"{prefix}{experts.router_name}.weight", routing.num_experts, hidden)
@@ -77,6 +77,7 @@ def load_experts(
 
 
 def _load_joined_experts(weights: Weights, experts: Experts, prefix: str, hidden: int) -> ExpertMatrices:
+    """Loads experts that are stored as one tensor for gate and up and one for down.  hidden: the hidden size."""
     gate_up, down = (f"{prefix}{name}" for name in experts.joined_names)
     count, size = experts.routing.num_experts, experts.intermediate_size
     if gate_up not in weights:
@@ -97,6 +98,7 @@ def _load_joined_experts(weights: Weights, experts: Experts, prefix: str, hidden
 
 
 def _load_separate_experts(weights: Weights, experts: Experts, prefix: str, hidden: int) -> ExpertMatrices:
+    """Loads experts that are stored as matrices of their own.  hidden: the hidden size."""
     if experts.has_biases:
         raise EspalierError("experts that are stored apart are supported only without biases; use another model")
     count, size = experts.routing.num_experts, _intermediate_part_of_rank(weights, experts)
@@ -113,6 +115,7 @@ def _unstack_experts(matrix: ExpertMatrix, num_experts: int) -> ExpertMatrix:
 
 
 def _load_stacked_experts(weights: Weights, experts: Experts, prefix: str, hidden: int) -> ExpertMatrices:
+    """Loads experts that are stored in GPT-OSS's layout, [experts, in, out].  hidden: the hidden size."""
     count, part, name = experts.routing.num_experts, _intermediate_part_of_rank(weights, experts), f"{prefix}experts."
     size = part.size
     if weights.formats(f"{prefix}experts").name != DENSE:
@@ -131,6 +134,7 @@ def _load_stacked_experts(weights: Weights, experts: Experts, prefix: str, hidde
 
 
 def _load_stacked_biases(weights: Weights, experts: Experts, prefix: str, hidden: int) -> ExpertBiases | None:
+    """Returns the experts' biases, whose names begin with `prefix`; None without biases.  hidden: the hidden size."""
     if not experts.has_biases:
         return None
     count, part = experts.routing.num_experts, _intermediate_part_of_rank(weights, experts)
@@ -198,7 +202,7 @@ def load_embedding(weights: Weights, config: ModelConfig, embedding_scale: float
 
 
 def load_head(weights: Weights, name: str, vocab_size: int, hidden_size: int) -> Linear:
-    """Loads an lm_head.  Each rank holds a part of the rows.  A product gathers the logits of all ranks."""
+    """Loads the lm_head `name`.  Each rank holds a part of the rows.  A product gathers the logits of all ranks."""
     part = weights.shards.vocab_part(vocab_size)
     head = weights.linear("", (name,), (part,), hidden_size, bias=False)
     return head if part.is_whole else Linear(GatheredWeight(head.weight, weights.shards, vocab_size))
@@ -299,7 +303,8 @@ def _load_latent_attention(
 def _load_indexer(
     weights: Weights, config: IndexerConfig | None, prefix: str, q_rank: int | None, columns: int, layer: int
 ) -> Indexer | None:
-    """Loads the indexer of a layer, the whole indexer on every rank.  Returns None for a layer without an indexer."""
+    """Loads the indexer of a layer, the whole indexer on every rank; None for a layer without one.  q_rank: the size of
+    the queries' latent.  columns: the input size."""
     if config is None or q_rank is None:
         return None
     indexer_prefix = f"{prefix}indexer."

@@ -112,6 +112,7 @@ def load_kv_scales(weights: Weights, prefix: str, cache_spec: CacheSpec) -> KVSc
 
 
 def _load_scale_by_head(weights: Weights, name: str, kv_heads: int) -> Tensor:
+    """Returns [kv_heads] float32 from the tensor `name`, which stores one scale for each head or for all."""
     shape = weights.shape(name) if name in weights else (1,)
     size = kv_heads if prod(shape) == kv_heads else 1
     # In compressed-tensors, scales by head have the shape [kv_heads, 1, 1].
@@ -148,6 +149,7 @@ def read_config(path: Path | str, overrides: Mapping[str, Any] | None = None, mo
 
 
 def _runs_by_transformers(config_json: Json, model_impl: str) -> bool:
+    """Whether transformers runs the model.  model_impl: "native", "transformers" or "auto" (see read_config)."""
     if model_impl != "auto":
         return model_impl == "transformers"
     return not (_known_family(config_json) or is_multimodal(config_json)) and causal_class_name(config_json) is not None
@@ -239,7 +241,7 @@ def make_target(
 
 
 def _log_longrope(config: ModelConfig, context: int) -> None:
-    """Logs which frequencies of LongRoPE the model uses, because this choice changes the model's output."""
+    """Logs which LongRoPE frequencies the model uses; they affect its output.  context: tokens of the longest text."""
     for original in {rope.original_max_position for rope in config.layer_ropes if rope.type == "longrope"}:
         used, other_limit = ("long", "at most") if context > original else ("short", "more than")
         log.info(

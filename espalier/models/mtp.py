@@ -163,6 +163,8 @@ class MTPModule:
     has_experts: bool
 
     def __call__(self, p: Pass, hidden: Tensor, parents: Tensor | None = None) -> DraftOutput:
+        """Returns the outputs for the rows of a pass.  hidden: [B, R, H], R vectors of each request.  parents: [B, Q],
+        for each row the index of the vector in `hidden` that it reads; None if row i reads vector i."""
         norms = (self.embed_norm.weight, self.embed_norm.eps, self.hidden_norm.weight, self.hidden_norm.eps)
         joined = self.embed(p, self.rope, DraftHidden(hidden, parents, *norms, normed_residual=False))
         assert joined.first_input is not None
@@ -171,9 +173,11 @@ class MTPModule:
         return output_from_normed(*s.final_norm(self.norm, p.out_shape))
 
     def output_from_hidden(self, hidden: Tensor) -> DraftOutput:
+        """Returns the DraftOutput of rows from their `hidden` [..., H], without running the layer."""
         return DraftOutput(hidden, hidden)
 
     def logits(self, out: DraftOutput) -> Tensor:
+        """Returns the logits [B, Q, vocabulary] of the module's output `out`."""
         return self.head(out.normed)
 
 
@@ -247,8 +251,8 @@ def _load_module(
 
 
 def _load_projection(weights: Weights, name: str, family: MTPFamily, hidden: int) -> Linear:
-    """Loads the projection [H, 2·H].  In the result, the first H columns read the embedding, and the last H columns the
-    hidden state."""
+    """Loads the projection [H, 2·H], stored as `name`.  In the result, the first H columns read the embedding, and the
+    last H columns the hidden state."""
     if not family.hidden_before_embedding:
         return weights.linear("", (name,), (whole_part(hidden),), 2 * hidden, bias=False)
     matrix = weights.load_dense_matrix(name, whole_part(hidden), 2 * hidden)

@@ -117,7 +117,7 @@ class Quantiser:
         return next((size for size in sizes if columns % size == 0), None)
 
     def is_quantised(self, name: str, columns: int) -> bool:
-        """Whether a matrix is quantised.  name: the matrix's name without `.weight`."""
+        """Whether a matrix with this number of columns is quantised.  name: its name without `.weight`."""
         return self.group_size_for(columns) is not None and not self.stays_dense(name)
 
     def storage_formats(self, columns_by_matrix: Mapping[str, int]) -> FormatLookup:
@@ -377,7 +377,7 @@ def _write_copy(
     config: Mapping[str, Any],
     on_file_done: Callable[[], None],
 ) -> QuantiseReport:
-    """Writes the copy, with config.json last, so that a partial copy cannot be loaded."""
+    """Writes the copy of `path` to `out`, with config.json last, so that a partial copy cannot be loaded."""
     report, weight_map, columns_by_matrix = QuantiseReport(), dict[str, str](), dict[str, int]()
     for file in safetensors_files(path):
         tensors = dict(_quantised_tensors(file, quantiser, device, report, columns_by_matrix))

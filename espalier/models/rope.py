@@ -115,8 +115,8 @@ class RopeConfig:
         return self.theta ** (torch.arange(0, self.dim, 2, dtype=torch.int64).float() / self.dim)
 
     def _llama3_frequencies(self, unscaled: Tensor) -> Tensor:
-        """Returns Llama 3.1's frequencies: low frequencies are divided by `factor`, high frequencies are unchanged, and
-        frequencies between them are interpolated."""
+        """Returns Llama 3.1's frequencies from the unscaled ones: low frequencies are divided by `factor`, high
+        frequencies are unchanged, and frequencies between them are interpolated."""
         wavelength = 2 * math.pi / unscaled
         low, high = self.low_freq_factor, self.high_freq_factor
         unscaled_share = (self.original_max_position / wavelength - low) / (high - low)
@@ -132,8 +132,7 @@ class RopeConfig:
         frequencies between them are interpolated linearly.
 
         The interpolation starts at the frequency with beta_slow rotations over the original length and ends at the
-        frequency with beta_fast rotations.
-        """
+        frequency with beta_fast rotations."""
         low, high = self._frequency_index(self.beta_fast), self._frequency_index(self.beta_slow)
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
@@ -154,8 +153,7 @@ class RopeTables:
     The first half of sin is negated, so RoPE is x·cos + swap_halves(x)·sin (kernels/layers/rope.py).
     context: the number of tokens of the longest text; by default `rows`.
     query_scales: [rows], in the model's dtype, the factors of rotated queries; None if there is no attention
-    temperature (RopeConfig.query_scaling_beta).
-    """
+    temperature (RopeConfig.query_scaling_beta)."""
 
     __slots__ = ("cos", "sin", "query_scales")
 

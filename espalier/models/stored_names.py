@@ -140,9 +140,9 @@ class StoredNames:
         if not prefixes:
             return formats
 
-        def format_of(name: str) -> WeightFormat:
-            own = next((own for own in prefixes if f"{name}.".startswith(own)), "")
-            return formats((prefixes.get(own, "") + f"{name}.".removeprefix(own)).removesuffix("."))
+        def format_of(matrix_name: str) -> WeightFormat:
+            own = next((own for own in prefixes if f"{matrix_name}.".startswith(own)), "")
+            return formats((prefixes.get(own, "") + f"{matrix_name}.".removeprefix(own)).removesuffix("."))
 
         return format_of
 

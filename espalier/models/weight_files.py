@@ -58,6 +58,7 @@ class GGUFTensors(Mapping[str, Tensor]):
         return len(self.tensor_infos)
 
     def __getitem__(self, name: str) -> Tensor:
+        """Reads the tensor `name`, in Hugging Face's spelling; a quantised one as uint8 [..., blocks, block bytes]."""
         info = self.tensor_infos[name]
         content = self._mapped_file(info.file)
         stored_bytes = torch.frombuffer(content, dtype=torch.uint8, count=_nbytes(info), offset=info.begin)
@@ -179,8 +180,7 @@ def count_weights_in(
     """Returns the size of the weights that `Weights` reads from a directory, except those under `ignored_prefixes`.
 
     An unreadable safetensors file is not counted; loading reports the error later.  Raises EspalierError for an
-    unreadable index or pytorch_model.bin.
-    """
+    unreadable index or pytorch_model.bin."""
     if is_gguf(path):
         return _size_of_gguf(path)
     size, files = WeightSize(), safetensors_files(path)

@@ -57,8 +57,7 @@ class Weights:
     shards: the number of ranks, and which part of each divided matrix this rank holds.
     allow_bin: whether pytorch_model.bin, which many drafts have, may be read (with weights_only).
     stored_names: maps the names in files (stored names) to own names (stored_names.py).  All methods take own names.
-    other_parts: the parts of a multimodal model that are not loaded, such as a vision tower, by name.
-    """
+    other_parts: the parts of a multimodal model that are not loaded, such as a vision tower, by name."""
 
     shards: Shards = SINGLE_RANK
 
@@ -157,7 +156,7 @@ class Weights:
         return tensor.reshape(shape)
 
     def require_shape(self, name: str, shape: tuple[int, ...]) -> None:
-        """Raises EspalierError if a weight is missing or has another shape.  No data is read."""
+        """Raises EspalierError if the weight `name` is missing or has another shape.  No data is read."""
         if name not in self:
             raise EspalierError(
                 f"weight {name!r} {list(shape)} is missing from {self.path}; the checkpoint is incomplete, or its "
@@ -254,8 +253,7 @@ class Weights:
         """Returns `num_experts` experts [rows, columns].  Each stored tensor holds all experts.  The tensor's name is
         name + matrix_name + a suffix of the format.
 
-        rows: one or more parts of an expert's rows.  The result has the rows of all parts, in order.
-        """
+        rows: one or more parts of an expert's rows.  The result has the rows of all parts, in order."""
         format, parts, column_part = self.formats(name), [as_rank_part(size) for size in rows], as_rank_part(columns)
         self.require_parts([f"{name}{matrix_name}"], (*rows, columns))
         with self._matrix_names_in_errors([f"{name}{matrix_name}"]):
@@ -368,6 +366,7 @@ class Weights:
         return self.load_exact(name, size) + offset if offset else self.load(name, size)
 
     def norm(self, name: str, size: int, eps: float, offset: float = 0.0) -> RMSNorm:
+        """Returns an RMS norm.  name: without `.weight`.  offset: a number that is added to the stored weight."""
         return RMSNorm(self.norm_weight(f"{name}.weight", size, offset), eps)
 
     def mlp(
@@ -380,7 +379,7 @@ class Weights:
         sums_over_ranks: bool = True,
         names: MLPNames = GATE_UP_DOWN,
     ) -> GatedMLP:
-        """Returns the dense MLP under `prefix`.  sums_over_ranks: see `linear`."""
+        """Returns the dense MLP under `prefix`.  hidden: its input and output size.  sums_over_ranks: see `linear`."""
         part = self.shards.part(intermediate_size, "intermediate size")
         gate_up = self.linear(prefix, *stored_matrices(names.gate_up, (part,) * activation.num_matrices), hidden, bias)
         return GatedMLP(gate_up, self.linear(prefix, (names.down,), (hidden,), part, bias, sums_over_ranks), activation)

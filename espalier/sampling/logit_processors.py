@@ -71,10 +71,11 @@ class SlotSamplingParams:
 
     @classmethod
     def gather(cls, slots: BatchState, sampling_features: SamplingFeatures) -> "SlotSamplingParams":
+        """Reads the rows of a batch's slots.  sampling_features: which processors the batch needs; others get None."""
         table, index = slots.table, slots.index
 
-        def gather_rows(value: Tensor, needed: bool) -> Tensor | None:
-            return value[index] if needed else None
+        def gather_rows(slot_rows: Tensor, is_needed: bool) -> Tensor | None:
+            return slot_rows[index] if is_needed else None
 
         return cls(
             ints=table.ints[index],
@@ -108,12 +109,14 @@ def process_logits(
 
 
 def _add_bias(logits: Tensor, params: SlotSamplingParams) -> Tensor:
+    """Adds logit_bias, for every row of a request.  logits: [B, Q, V]."""
     assert params.bias_ids is not None and params.bias_values is not None
     bias = logits.new_zeros(logits.shape[0], logits.shape[2])
     return logits + bias.scatter_add_(1, params.bias_ids, params.bias_values.to(bias.dtype))[:, None]
 
 
 def _ban_stop_tokens(logits: Tensor, params: SlotSamplingParams, positions: Tensor) -> Tensor:
+    """Sets the logits [B, Q, V] of stop tokens at positions before min_position to -inf.  positions: [B, Q]."""
     assert params.stop_ids is not None
     # One extra column receives the padding of stop_ids.
     stops = torch.zeros(logits.shape[0], logits.shape[2] + 1, dtype=torch.bool, device=logits.device)
@@ -135,6 +138,7 @@ def _output_counts(params: SlotSamplingParams, num_queries: int, drafted_ancesto
 
 
 def _penalise(logits: Tensor, params: SlotSamplingParams, counts: Tensor) -> Tensor:
+    """Applies the penalties to logits [B, Q, V].  counts: [B, Q or 1, V], how often each token is in the output."""
     assert params.seen is not None
     repetition, presence, frequency = (
         value.to(logits.dtype)[:, None, None]

@@ -20,6 +20,7 @@ ALL_ALLOWED = -1
 
 
 def mask_words(vocab_size: int) -> int:
+    """Returns the number of int32 words in a mask."""
     return -(-vocab_size // WORD_BITS)
 
 

@@ -87,7 +87,7 @@ class Collectives(Protocol):
         """Returns (total, RMS norm of total), [N, H] each, where total is residual + the sum of `parts` over the ranks.
         One kernel computes both.  Returns None if there is no such kernel; call `all_reduce` and a norm then.
 
-        parts: [N, H], or partial sums [splits, N, H], which are added in order."""
+        parts: [N, H], or partial sums [splits, N, H], which are added in order.  weight, eps: the norm's."""
         return None
 
     def gather_columns(self, x: Tensor, columns_per_rank: int, size: int) -> Tensor:

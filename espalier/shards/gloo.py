@@ -35,6 +35,7 @@ class GlooCollectives(Collectives):
         self.group._set_default_timeout(OPERATION_TIMEOUT)
 
     def all_gather(self, x: Tensor) -> Tensor:
+        """Gathers each rank's x [...] into [ranks, ...]."""
         gathered = x.new_empty(self.num_ranks, *x.shape)
         if x.numel():
             # Gathered as bytes, because gloo supports few dtypes.
@@ -43,6 +44,7 @@ class GlooCollectives(Collectives):
         return gathered
 
     def all_reduce(self, x: Tensor) -> Tensor:
+        """Sums x over the ranks, in float32 or x's own dtype if that is wider."""
         parts = self.all_gather(x).to(torch.promote_types(x.dtype, torch.float32))
         total = parts[0].clone()
         for part in parts[1:]:

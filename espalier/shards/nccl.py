@@ -54,12 +54,14 @@ class NcclCollectives(Collectives):
         torch.cuda.synchronize(device)
 
     def all_gather(self, x: Tensor) -> Tensor:
+        """Gathers each rank's x [...] into [ranks, ...]."""
         gathered = x.new_empty(self.num_ranks * x.numel())
         if x.numel():
             wait_on_stream(self.group._allgather_base(gathered, x.reshape(-1), self.gather_options))
         return gathered.view(self.num_ranks, *x.shape)
 
     def all_reduce(self, x: Tensor) -> Tensor:
+        """Sums x over the ranks.  The sum overwrites a contiguous x."""
         total = x.contiguous()
         if x.numel():
             wait_on_stream(self.group.allreduce([total], self.sum_options))

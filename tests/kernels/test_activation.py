@@ -153,4 +153,6 @@ def test_an_mlp_takes_it_with_every_weight(activation):
         down = Linear(DenseWeight(torch.eye(64 // activation.num_matrices)))
         assert torch.equal(GatedMLP(gate_up, down, activation)(x), gated_activation(gate_up(x), activation))
     values = RoundedRows(*quantise_inputs(x, rounded.rounding), x.dtype)
-    assert torch.equal(Linear(rounded).gated(values, activation), gated_activation(Linear(rounded)(values), activation))
+    assert torch.equal(
+        Linear(rounded).activated_product(values, activation), gated_activation(Linear(rounded)(values), activation)
+    )

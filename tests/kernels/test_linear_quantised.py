@@ -136,7 +136,7 @@ def test_rows_that_are_rounded_already_give_the_same_bits(kernel_device, kind):
     weight = QuantisedWeight(matrix, "fp8")
     assert weight.rounding == matrix.input_scales
     assert_is_the_product(weight.apply(rounded, None), x, matrix, None)
-    assert torch.equal(weight.gated(rounded, None), gated_activation(weight.apply(rounded, None)))
+    assert torch.equal(weight.activated_product(rounded, None), gated_activation(weight.apply(rounded, None)))
 
 
 def product_of_each(of_gated, whole, matrix):

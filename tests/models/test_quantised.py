@@ -90,7 +90,9 @@ def test_the_product_is_with_the_meant_weights(tmp_path, monkeypatch, kind):
     expected = F.linear(rounded(x, kind), meant_of(meant, QKV[0]), bias)
     torch.testing.assert_close(weight.apply(x, bias), expected, rtol=1e-11, atol=1e-11)
     gate, up = F.linear(rounded(x, kind), meant_of(meant, GATE_UP[0])).chunk(2, 1)
-    torch.testing.assert_close(loaded(path).weight(*GATE_UP).gated(x, None), F.silu(gate) * up, rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(
+        loaded(path).weight(*GATE_UP).activated_product(x, None), F.silu(gate) * up, rtol=1e-11, atol=1e-11
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -35,7 +35,7 @@ def close(out, expected):
 def test_an_mlp(kernel_device, kind):
     mlp = GatedMLP(layer(256, HIDDEN, kernel_device, kind), layer(HIDDEN, 128, kernel_device, kind))
     x, rounded = inputs(mlp.gate_up, kernel_device)
-    close(mlp.gate_up.gated(rounded), mlp.gate_up.gated(x))
+    close(mlp.gate_up.activated_product(rounded), mlp.gate_up.activated_product(x))
     assert mlp(rounded).shape[-2:] == (3, HIDDEN)
 
 

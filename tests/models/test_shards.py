@@ -169,7 +169,7 @@ FORMS: dict[str, Callable[[Linear, Tensor], Tensor]] = {
     "call-3d": lambda layer, x: layer(x[None]),
     "in_parts": lambda layer, x: add_partial_sums.reference(layer.partial_sums(x), x.dtype),
     "residual_delta": lambda layer, x: add_partial_sums.reference(sum_over_ranks(layer.residual_delta(x)), x.dtype),
-    "gated": lambda layer, x: layer.gated(x),
+    "gated": lambda layer, x: layer.activated_product(x),
     "write_partial_sums": lambda layer, x: written(layer, x),
     "rows_from": lambda layer, x: layer.rows_from(2)(x),
     "rounded": lambda layer, x: layer(rounded(x)),
@@ -177,7 +177,7 @@ FORMS: dict[str, Callable[[Linear, Tensor], Tensor]] = {
     "rounded-stream": lambda layer, x: add_partial_sums.reference(
         sum_over_ranks(layer.residual_delta(rounded(x))), x.dtype
     ),
-    "rounded-gated": lambda layer, x: layer.gated(rounded(x)),
+    "rounded-gated": lambda layer, x: layer.activated_product(rounded(x)),
 }
 INPUTS = InputScales(4)
 

@@ -53,6 +53,7 @@ class PerLayerEmbedding(Embedding):
     __slots__ = ("table", "table_scale", "project", "norm")
 
     def __init__(self, embedding: Embedding, table: Tensor, table_scale: float, project: Linear, norm: RMSNorm) -> None:
+        """embedding: the token embedding, whose weight and factor are taken over.  norm: has a weight of [P]."""
         super().__init__(embedding.weight, embedding.scale, None, embedding.shape[0], embedding.shards)
         self.table = table
         self.table_scale = table_scale
@@ -60,6 +61,7 @@ class PerLayerEmbedding(Embedding):
         self.norm = norm
 
     def __call__(self, p: Pass, rope: RopeTables, draft_hidden: DraftHidden | None = None) -> Residual:
+        """Returns the residual of the pass `p`, with per_layer_inputs.  draft_hidden: None, as for every target."""
         s = super().__call__(p, rope, draft_hidden)
         size = self.norm.weight.shape[0]
         # Rows without a token have token -1.  Their outputs are never read, so any token may replace -1.
@@ -78,7 +80,7 @@ class PerLayerInputBlock:
     norm: RMSNorm
 
     def __call__(self, x: Tensor, per_layer_input: Tensor) -> Tensor | UnsummedOutput:
-        """Returns the block's output before the norm, [N, H] or partial sums.  per_layer_input: [N, P]."""
+        """Returns the block's output before the norm, [N, H] or partial sums.  x: [N, H].  per_layer_input: [N, P]."""
         return self.project.residual_delta(F.gelu(self.gate(x), approximate="tanh") * per_layer_input)
 
 
@@ -113,7 +115,7 @@ class ParallelMLP:
     def __call__(
         self, rows: ParallelMLPRows, live: Tensor | None
     ) -> tuple[tuple[Tensor | UnsummedOutput, RMSNorm], ...]:
-        """Returns the outputs of the dense MLP and of the experts, each with the norm to apply."""
+        """Returns the outputs of the dense MLP and of the experts, each with the norm to apply.  live: see Residual."""
         mlp_output, experts_output = self.mlp(rows.mlp_rows), self.mixture(rows.routed, live)
         return (mlp_output, self.mlp_output_norm), (experts_output, self.experts_output_norm)
 
@@ -138,6 +140,7 @@ class Gemma4Layer:
     scale: float
 
     def __call__(self, s: Residual, p: Pass) -> None:
+        """Adds the outputs of the layer's blocks to the residual `s`.  Attention also writes to the cache of `p`."""
         attended = self.attention(self.index, s.add_and_norm(self.attention_norm, self.attention), s, p)
         s.add(attended, self.post_attention_norm)
         rows = s.add_and_norm(self.mlp_norm, self.mlp)
@@ -260,6 +263,7 @@ def _layer_specs(config: ModelConfig) -> tuple[LayerSpec, ...]:
 
 
 def _load_embedding(weights: Weights, config: ModelConfig, embedding_scale: float) -> Embedding:
+    """Loads the embedding, with second inputs if the model has them.  embedding_scale: the factor of embeddings."""
     vocab, hidden, size = config.vocab_size, config.hidden_size, config.raw["hidden_size_per_layer_input"]
     embed = load_embedding(weights, config, embedding_scale)
     if not size:
@@ -279,12 +283,13 @@ def _load_embedding(weights: Weights, config: ModelConfig, embedding_scale: floa
 
 
 def _load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int, rope: RopeTables) -> Gemma4Layer:
+    """Loads layer number `layer`, whose weights' names begin with `prefix`.  rope: the tables of its layer type."""
     fields, hidden, eps = config.raw, config.hidden_size, config.rms_norm_eps
     spec = layer_specs_of(config)[layer]
     scale = weights.load_number(f"{prefix}layer_scalar")
 
     def norm(name: str, factor: float = 1.0) -> RMSNorm:
-        # With a factor, the weight is float32 or float64.
+        """Loads the layer's norm `name`.  With a factor, the weight is multiplied by it, in float32 or float64."""
         name = f"{prefix}{name}.weight"
         return RMSNorm(weights.load(name, hidden) if factor == 1 else weights.load_exact(name, hidden) * factor, eps)
 
@@ -310,6 +315,7 @@ def _load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int, 
 
 
 def _load_attention(weights: Weights, config: ModelConfig, prefix: str, spec: LayerSpec, rope: RopeTables) -> Attention:
+    """Loads the attention under `prefix`.  spec: the layer's heads and cache rows, those of all ranks together."""
     shards, size, eps = weights.shards, spec.cache_spec.k_size, config.rms_norm_eps
     q_rows, kv_rows = (
         shards.heads_part(spec.heads).scaled(size),
@@ -333,6 +339,7 @@ def _load_attention(weights: Weights, config: ModelConfig, prefix: str, spec: La
 
 
 def _load_experts(weights: Weights, config: ModelConfig, experts: Experts, prefix: str, mlp: GatedMLP) -> ParallelMLP:
+    """Loads the experts under `prefix`, which run in parallel with `mlp`, the layer's dense MLP."""
     hidden, eps = config.hidden_size, config.rms_norm_eps
     return ParallelMLP(
         mlp=mlp,

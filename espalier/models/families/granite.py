@@ -150,7 +150,7 @@ def _layer_specs(config: ModelConfig) -> tuple[LayerSpec, ...]:
 
 
 def _load_mixer(weights: Weights, config: ModelConfig, prefix: str, layer: int, rope: RopeTables) -> Mixer:
-    """Loads the first block of a layer: attention or Mamba-2.  See config.py:LoadMixer."""
+    """Loads the first block of layer number `layer`, whose names begin with `prefix`: attention or Mamba-2."""
     if config.raw["layer_types"][layer] == FULL_ATTENTION:
         return load_attention(weights, config, f"{prefix}self_attn.", config.hidden_size, rope)
     fields = config.raw

@@ -78,6 +78,7 @@ def _layer_specs(config: ModelConfig) -> tuple[LayerSpec, ...]:
 
 
 def _load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int, rope: RopeTables) -> DecoderLayer:
+    """Loads layer number `layer`, whose weights' names begin with `prefix`.  The number of heads differs by layer."""
     heads = _heads_by_layer(config.raw)[layer]
     decoder_layer = load_layer(weights, replace(config, heads=heads), prefix, layer, rope)
     assert isinstance(decoder_layer.attention, Attention)

@@ -88,11 +88,12 @@ def _layer_specs(config: ModelConfig) -> tuple[LayerSpec, ...]:
 
 
 def _load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int, rope: RopeTables) -> DecoderLayer:
+    """Loads layer number `layer`, whose weights' names begin with `prefix`, with the computed size of the MLP."""
     return load_layer(weights, replace(config, intermediate_size=_mlp_size(config)), prefix, layer, rope)
 
 
 def _load_mixer(weights: Weights, config: ModelConfig, prefix: str, layer: int, rope: RopeTables) -> Mixer:
-    """Loads the first block of a layer: attention or a short convolution.  See config.py:LoadMixer."""
+    """Loads the first block of layer number `layer`, whose names begin with `prefix`: attention or a convolution."""
     if config.raw["layer_types"][layer] == FULL_ATTENTION:
         return load_attention(weights, config, f"{prefix}self_attn.", config.hidden_size, rope)
     prefix += "conv."

@@ -52,12 +52,14 @@ def _ropes(config_fields: Json) -> list[Json | None]:
 
 
 def _load_embedding(weights: Weights, config: ModelConfig, embedding_scale: float) -> Embedding:
+    """Loads the embedding, with a norm of each row.  embedding_scale: the factor of every embedding."""
     embed = load_embedding(weights, config, embedding_scale)
     embed.row_norm = RMSNorm(torch.ones_like(weights.empty(config.hidden_size)), config.rms_norm_eps)
     return embed
 
 
 def _load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int, rope: RopeTables) -> DecoderLayer:
+    """Loads layer number `layer`, whose weights' names begin with `prefix`."""
     # The checkpoint stores weight - 1 for the norms of layers, but not for the last norm.
     new_layer = load_layer(weights, replace(config, family=replace(FAMILY, norm_offset=1.0)), prefix, layer, rope)
     eps, size = positive_number(config.raw, "post_norm_eps"), config.head_size

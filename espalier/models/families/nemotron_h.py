@@ -112,7 +112,7 @@ def _layer_specs(config: ModelConfig) -> tuple[LayerSpec, ...]:
 
 
 def _load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int, rope: RopeTables) -> SingleBlockLayer:
-    """Loads a layer.  See config.py:LoadLayer."""
+    """Loads layer number `layer`, whose weights' names begin with `prefix`."""
     kind, under = config.raw["layer_types"][layer], f"{prefix}mixer."
     norm = weights.norm(f"{prefix}norm", config.hidden_size, config.rms_norm_eps)
     if kind == LINEAR_LAYER:
@@ -127,12 +127,14 @@ def _load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int, 
 
 
 def _load_mamba(weights: Weights, config: ModelConfig, prefix: str) -> Mamba2:
+    """Loads the Mamba-2 block whose weights' names begin with `prefix`."""
     fields = config.raw
     options = {"bias": False, "conv_bias": bool(fields["use_conv_bias"]), "dt_limits": fields["time_step_limit"]}
     return load_mamba2(weights, prefix, _recurrent_state(config), config.hidden_size, config.rms_norm_eps, **options)
 
 
 def _load_embedding(weights: Weights, config: ModelConfig, embedding_scale: float) -> Embedding:
+    """Loads the embedding.  embedding_scale: the factor of every embedding."""
     return Embedding(weights.load("model.embeddings.weight", config.vocab_size, config.hidden_size), embedding_scale)
 
 

@@ -93,13 +93,14 @@ def layer_specs(config: ModelConfig) -> tuple[LayerSpec, ...]:
 
 
 def load_mixer(weights: Weights, config: ModelConfig, prefix: str, layer: int, rope: RopeTables) -> Mixer:
-    """Loads the first block of a layer: the gated delta rule or gated attention.  See config.py:LoadMixer."""
+    """Loads the first block of layer number `layer`, under `prefix`: the gated delta rule or gated attention."""
     if config.raw["layer_types"][layer] == LINEAR_LAYER:
         return load_delta_net(weights, config, f"{prefix}linear_attn.")
     return load_gated_attention(weights, config, f"{prefix}self_attn.", rope)
 
 
 def load_gated_attention(weights: Weights, config: ModelConfig, prefix: str, rope: RopeTables) -> GatedAttention:
+    """Loads the attention under `prefix`, in which q_proj stacks q and the gate of each head."""
     size, hidden = config.head_size, config.hidden_size
     rows = (2 * config.heads * size, config.kv_heads * size, config.kv_heads * size)
     return GatedAttention(
@@ -112,13 +113,14 @@ def load_gated_attention(weights: Weights, config: ModelConfig, prefix: str, rop
 
 
 def load_delta_net(weights: Weights, config: ModelConfig, prefix: str) -> DeltaNet:
-    """Loads the gated delta rule.
+    """Loads the gated delta rule under `prefix`.
     Qwen3-Next stores q, k, v and z as one matrix, and b and a as another, both grouped by k head.  Qwen3.5 stores qkv,
     z, b and a separately."""
     state, hidden = recurrent_state(config), config.hidden_size
     inner, is_grouped = state.heads * state.v_size, weights.has_matrix(f"{prefix}in_proj_qkvz")
 
     def load_joined(joined_name: str, separate_names: tuple[str, str], rows: tuple[int, int]) -> Linear:
+        """Loads two matrices as one layer, in either way of storage.  rows: the rows of each matrix."""
         names, sizes = ((joined_name,), (sum(rows),)) if is_grouped else (separate_names, rows)
         return weights.linear(prefix, names, sizes, hidden, bias=False)
 

@@ -81,6 +81,7 @@ def tiny_config(config: Any) -> Any:
     layers = len(kept_layers)
 
     def tiny_value(name: str, value: Any) -> Any:
+        """Returns the value of the config's field `name` for the tiny model, from its value for the whole model."""
         if isinstance(value, list | tuple) and len(value) == num_layers:
             return [tiny_value(name, value[layer]) for layer in kept_layers]
         if name == "per_layer_config" and value:
@@ -105,7 +106,7 @@ def tiny_config(config: Any) -> Any:
 @torch.no_grad()
 @refusal_reason("a small model of it cannot be made")
 def tiny_model(model_class: Any, config: Any, seed: int = 0) -> Any:
-    """Returns a random float32 model whose logits depend on every earlier token.
+    """Returns a random float32 model of `config` whose logits depend on every earlier token.
     Raises EspalierError if the class has no such model."""
     with torch.device("meta"):
         num_weights = sum(parameter.numel() for parameter in model_class(copy.deepcopy(config)).parameters())
@@ -136,14 +137,14 @@ def run_with_mask(
     """Runs a pass of tokens [B, Q].  seen: [B, Q, Q] bool; seen[b, i, j]: whether row i attends to row j.
 
     Returns the results of TransformersTarget.run, and the attention calls.
-    Raises EspalierError, with the reason, for attention that no backend computes.
-    """
+    Raises EspalierError, with the reason, for attention that no backend computes."""
     calls: list[AttentionCall] = []
     positions = seen.sum(2) - 1
 
     def attend_as_seen(
         module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **options: Any
     ) -> Tensor:
+        """Records an attention call, and computes it with the mask `seen`.  q, k, v: [B, heads, rows, size]."""
         scale, sink = options.get("scaling"), options.get("s_aux")
         if mask is not None:
             raise EspalierError("its attention has a mask of its own, which may be not causal")
@@ -182,7 +183,7 @@ def require_one_call_each(layers: nn.ModuleList, calls: Sequence[AttentionCall])
 
 
 def find_stacked(model: nn.Module, calls: Sequence[tuple[nn.Module, Tensor]]) -> dict[type, tuple[str, ...]]:
-    """Returns, for each class, the names of its linear layers that are called one after another with one input.
+    """Returns, for each class of modules, the names of its linear layers that are called in sequence with one input.
     calls: each linear layer and its input, in the order of the calls."""
     parents = {child: (parent, name) for parent in model.modules() for name, child in parent.named_children()}
     stacked: dict[type, tuple[str, ...]] = {}
@@ -207,8 +208,7 @@ def module_settings(model: nn.Module, kind: type) -> set[str]:
 def probe_tiny_model(model: Any) -> tuple[dict[type, MakeForward], dict[type, tuple[str, ...]], bool]:
     """Returns `replacements`, `stacked` and `can_capture` of ProbeResult.  model: see tiny_model.
 
-    Raises EspalierError, with the reason, unless a tree's nodes get the logits of the plain model.
-    """
+    Raises EspalierError, with the reason, unless a tree's nodes get the logits of the plain model."""
     from transformers import AttentionInterface
 
     # The name is registered as an attention function, not as a mask function.  So transformers makes no mask.  To make
@@ -225,6 +225,7 @@ def probe_tiny_model(model: Any) -> tuple[dict[type, MakeForward], dict[type, tu
     linear_calls: list[tuple[nn.Module, Tensor]] = []
 
     def record_call(module: Any, args: tuple[Any, ...], out: Any) -> None:
+        """A forward hook.  args: the positional arguments of the module's call.  out: its result."""
         if type(module) is nn.Linear:
             linear_calls.append((module, args[0]))
         elif next(module.parameters(), None) is not None:
@@ -269,8 +270,7 @@ class ProbeResult:
     replaced_modules: a text for the log, with the number of replaced modules of each class.
     can_capture: whether the input of every layer is one row [H] for each token.
     num_weights: the number of values in all matrices.  num_expert_weights: the values in the experts' matrices.
-    num_experts: the number of experts.  top_k: the number of experts that a token uses.  Both are 1 without experts.
-    """
+    num_experts: the number of experts.  top_k: the number of experts that a token uses.  Both are 1 without experts."""
 
     config: Any
     specs: tuple[LayerSpec, ...]

@@ -56,8 +56,7 @@ class ForwardContext:
 
     attend: computes a layer's attention call, (module, q, k, v, mask, **options) -> [B, Q, heads, v_size], with
     q [B, heads, Q, k_size] and k, v [B, kv_heads, Q, size] of the new rows.  mask, options: from transformers.
-    live: [B · Q] bool, the rows that experts compute.  inputs: the captured inputs by layer; layers add entries.
-    """
+    live: [B · Q] bool, the rows that experts compute.  inputs: the captured inputs by layer; layers add entries."""
 
     attend: Callable[..., Tensor]
     live: Tensor
@@ -71,7 +70,7 @@ FORWARD_CONTEXT: ContextVar[ForwardContext] = ContextVar("forward context")
 def attend(
     module: nn.Module, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None = None, **options: Any
 ) -> tuple[Tensor, None]:
-    """The attention function that is registered with transformers."""
+    """The attention function that is registered with transformers.  q, k, v: [B, heads, rows, size]."""
     return FORWARD_CONTEXT.get().attend(module, q, k, v, attention_mask, **options), None
 
 
@@ -106,7 +105,7 @@ class StackedLinears:
         self.outputs: tuple[Tensor, ...] = ()
 
     def output(self, index: int, x: Tensor) -> Tensor:
-        """Returns the output of the layer with this index."""
+        """Returns the output of the layer with this index.  x: the layer's input."""
         if x is not self.x:
             self.x, self.outputs = x, self.product(x).split(self.sizes, -1)
         out = self.outputs[index]
@@ -128,14 +127,15 @@ def mlp_of(module: Any, activation: Activation) -> Callable[[Tensor], Tensor]:
     """Returns a function that computes the MLP `module`.  The linear layer that the module defines last is `down`."""
     *inputs, down = (child for child in module.children() if isinstance(child, nn.Linear))
     gate_up, outer = linear_of(*inputs), linear_of(down)
-    return lambda x: outer(gate_up.gated(x.reshape(-1, x.shape[-1]), activation)).view(x.shape)
+    return lambda x: outer(gate_up.activated_product(x.reshape(-1, x.shape[-1]), activation)).view(x.shape)
 
 
 def experts_of(module: Any, activation: Activation) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Returns a function that runs gated experts.  In gate_up, the rows of gate come before the rows of up."""
+    """Returns a function that runs the experts `module`.  In gate_up, the rows of gate come before the rows of up."""
     gate_up, down = module.gate_up_proj.data, module.down_proj.data
 
     def run_experts(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Returns [N, H].  hidden_states: [N, H].  top_k_index, top_k_weights: [N, k], the experts of each row."""
         context, exact_dtype = FORWARD_CONTEXT.get(None), torch.promote_types(hidden_states.dtype, torch.float32)
         live, weights = None if context is None else context.live, top_k_weights.to(exact_dtype)
         parts = grouped_experts(
@@ -156,13 +156,12 @@ REPLACEMENT_MAKERS: tuple[MakeForward, ...] = (
 
 
 class TransformersTarget:
-    """A CausalLM (espalier/models/base.py) whose layers are those of a model of transformers.
+    """A CausalLM (espalier/models/base.py) whose layers are those of `model`, a model of transformers.
 
     replacements: for a module's class, the function that makes the replacement of the module's forward.
     stacked: for a module's class, the names of its linear layers that become one StackedLinears.
     captured_layers: the layers whose inputs a pass returns; the number of layers means the last layer's output.
-    config, layer_specs: set by the loader.
-    """
+    config, layer_specs: set by the loader."""
 
     config: ModelConfig
     layer_specs: tuple[LayerSpec, ...]
@@ -233,6 +232,7 @@ class TransformersTarget:
         return rows.to(hidden.dtype).view(*hidden.shape[:-1], -1)
 
     def __call__(self, p: Pass) -> ModelOutput:
+        """Returns the hidden states of a pass, and the inputs of the captured layers."""
         # Nodes of a tree may have positions after the longest context.  These nodes are never accepted.
         positions = p.positions.clamp(max=self.config.max_position - 1)
         hidden, inputs = self.run(p.tokens, positions, partial(self._attend, p, iter(enumerate(self.layer_specs))))
@@ -273,8 +273,7 @@ def load_by_transformers(
     weights_by_name: None if transformers reads the weights from the config's directory.
 
     Raises EspalierError for files or weights that are missing, cut short, misshapen or not used, and for layers that
-    cannot be captured.
-    """
+    cannot be captured."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
     from transformers.utils import logging as bars
 

@@ -61,7 +61,7 @@ class AttentionBlock:
     sink: Tensor | None = None
 
     def write_kv(self, layer: int, rows: InputRows, p: Pass) -> Tensor:
-        """Writes K and V, or latents, of rows [N, in] to the cache.  Returns the queries (see Pass.write)."""
+        """Writes K and V, or latents, of rows [N, in] to the cache of layer number `layer`.  Returns the queries."""
         raise NotImplementedError
 
     def gate(self, rows: InputRows, kept_rows: Tensor | None) -> Tensor | None:
@@ -102,12 +102,14 @@ class Attention(AttentionBlock):
     output_gate: OutputGate | None = None
 
     def norm_input(self, norm: AnyNorm, delta: BlockOutput, residual: Tensor) -> tuple[Tensor, InputRows]:
+        """Returns (residual + delta, the norm of that sum as qkv's input).  delta: the previous block's output."""
         if self.output_gate is None:
             return self.qkv.norm_input(norm, delta, residual)
         # With a gate, the normed rows are not quantised: the gate may have another storage format than q, k and v.
         return norm.add_and_norm(delta, residual)
 
     def write_kv(self, layer: int, rows: InputRows, p: Pass) -> Tensor:
+        """Writes K and V of rows [N, in] to the cache of layer number `layer`.  Returns the queries."""
         qkv = (
             self.qkv.partial_sums(rows)
             if self.all_heads_norms is None
@@ -118,6 +120,7 @@ class Attention(AttentionBlock):
         return q if scales is None else q * p.table_at_positions(layer, scales)
 
     def gate(self, rows: InputRows, kept_rows: Tensor | None) -> Tensor | None:
+        """Returns the activated gates of the kept rows; None without output_gate.  rows: [N, in]."""
         if self.output_gate is None:
             return None
         assert isinstance(rows, Tensor)
@@ -139,6 +142,7 @@ class GatedAttention:
     norms: HeadNorms
 
     def norm_input(self, norm: AnyNorm, delta: BlockOutput, residual: Tensor) -> tuple[Tensor, InputRows]:
+        """Returns (residual + delta, the norm of that sum as qkv's input).  delta: the previous block's output."""
         return self.qkv.norm_input(norm, delta, residual)
 
     def __call__(self, layer: int, rows: InputRows, s: Residual, p: Pass) -> Tensor | UnsummedOutput:

@@ -39,6 +39,7 @@ class PlainNormReader:
 
     @staticmethod
     def norm_input(norm: AnyNorm, delta: BlockOutput, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns (residual + delta, the norm of that sum).  delta: the previous block's output."""
         return norm.add_and_norm(delta, residual)
 
 
@@ -53,6 +54,7 @@ class SingleBlockLayer:
     mlp: GatedMLP | MixtureMLP | None = None
 
     def __call__(self, s: Residual, p: Pass) -> None:
+        """Adds the block's output to the residual `s`.  With a mixer, also writes to the cache of the pass `p`."""
         if self.mixer is not None:
             s.add(self.mixer(self.index, s.add_and_norm(self.norm, self.mixer), s, p))
             return
@@ -92,6 +94,7 @@ class DecoderLayer:
     residual_scale: float = 1.0
 
     def __call__(self, s: Residual, p: Pass) -> None:
+        """Adds the outputs of both blocks to the residual `s`.  The attention also writes to the cache of `p`."""
         mixed = self.attention(self.index, s.add_and_norm(self.attention_norm, self.attention), s, p)
         s.add(mixed, self.post_attention_norm, self.residual_scale)
         s.add(self.mlp(s.add_and_norm(self.mlp_norm, self.mlp), s.live), self.post_mlp_norm, self.residual_scale)
@@ -113,6 +116,7 @@ class Decoder:
     kv_scales: tuple[KVScales | None, ...]
 
     def __call__(self, p: Pass) -> ModelOutput:
+        """Returns the hidden states of a pass, and the inputs of the captured layers."""
         s = self.embed(p, self.rope)
         for i, layer in enumerate(self.layers):
             if i in self.captured_layers:
@@ -123,6 +127,7 @@ class Decoder:
         return ModelOutput(hidden=hidden, captured_inputs=tuple(inputs[i] for i in self.captured_layers))
 
     def logits(self, hidden: Tensor) -> Tensor:
+        """Returns the logits [..., V].  hidden: [..., H], the result of the final norm."""
         return cap_logits(self.head(hidden), self.config.logit_cap, self.config.logit_scale)
 
 

@@ -51,7 +51,7 @@ def norm_for_indexer(
 
 
 def common_input_scales(first: InputScales | None, second: InputScales | None) -> InputScales | None:
-    """Returns how a norm quantises the common input of two products; None if the products need different inputs."""
+    """Returns how a norm quantises the input of two products, which need `first` and `second`; None if these differ."""
     if first is None or second is None:
         return None
     are_equal = first.static_scale is second.static_scale is None and first.group_size == second.group_size
@@ -63,8 +63,7 @@ class Indexer:
     """Computes the index queries and index keys, whose products choose the rows to attend to
     (kernels/ops/selection.py).
     q: maps the queries' latent to [heads · size].  k: maps the hidden state to [size].  norm: the norm of index keys.
-    score_weights: [heads, hidden].  interleaved: whether the two values of a rotated pair are adjacent.
-    """
+    score_weights: [heads, hidden].  interleaved: whether the two values of a rotated pair are adjacent."""
 
     q: Linear
     k: Linear
@@ -109,11 +108,13 @@ class LatentAttention(AttentionBlock):
     def norm_input(
         self, norm: AnyNorm, delta: BlockOutput, residual: Tensor
     ) -> tuple[Tensor, InputRows | IndexerLayerInput]:
+        """Returns (residual + delta, the norm of that sum, also for the indexer).  delta: the output of a block."""
         if self.indexer is None:
             return self.down.norm_input(norm, delta, residual)
         return norm_for_indexer(self.down, self.indexer, norm, delta, residual)
 
     def write_kv(self, layer: int, rows: InputRows | IndexerLayerInput, p: Pass) -> Tensor:
+        """Writes the latents of rows to the cache of layer number `layer`.  Returns the queries."""
         down = self.down(rows.projection_rows if isinstance(rows, IndexerLayerInput) else rows)
         q, latent = down[:, : -self.cache_row_size], down[:, -self.cache_row_size :].unsqueeze(1)
         q_latent = q if self.q_norm is None else self.q_norm(q)

@@ -39,6 +39,7 @@ class Linear:
         return self.weight.rounding
 
     def norm_input(self, norm: AnyNorm, delta: BlockOutput, residual: Tensor) -> tuple[Tensor, InputRows]:
+        """Returns (residual + delta, the norm of that sum in the form the weight takes).  delta: a block's output."""
         rounding = self.weight.rounding
         return norm.add_and_norm(delta, residual) if rounding is None else norm.add_and_round(delta, residual, rounding)
 
@@ -63,11 +64,13 @@ class Linear:
         """Multiplies x [rows, in].  Writes partial sums to out [num_partial_sums, rows, out], float32 or float64."""
         self.weight.write_partial_sums(x, self.bias, out)
 
-    def gated(self, x: InputRows, activation: Activation = SILU, rounding: InputScales | None = None) -> InputRows:
+    def activated_product(
+        self, x: InputRows, activation: Activation = SILU, rounding: InputScales | None = None
+    ) -> InputRows:
         """Multiplies x [rows, in] and applies the activation.  Returns [rows, inner].
         The weight stacks gate and up, [2·inner, in].  If the activation has no gate, the weight is up, [inner, in].
         rounding: how the next layer quantises its input.  The result is RoundedRows if the kernel can quantise it."""
-        rows: InputRows = self.weight.gated(x, self.bias, activation, rounding)
+        rows: InputRows = self.weight.activated_product(x, self.bias, activation, rounding)
         return rows
 
 
@@ -116,8 +119,7 @@ class Embedding:
 
     def gather_all_rows(self) -> None:
         """Gathers all rows of the embedding on every rank.
-        A draft needs all rows, because each of its passes reads embeddings without communication between ranks.
-        """
+        A draft needs all rows, because each of its passes reads embeddings without communication between ranks."""
         vocab_size, _ = self.shape
         if self.shards.count > 1:
             padding = self.shards.max_tokens_per_rank(vocab_size) - len(self.weight)

@@ -38,19 +38,19 @@ class GatedMLP:
     activation: Activation = SILU
 
     def norm_input(self, norm: AnyNorm, delta: BlockOutput, residual: Tensor) -> tuple[Tensor, InputRows]:
+        """Returns (residual + delta, the norm of that sum as gate_up's input).  delta: the previous block's output."""
         return self.gate_up.norm_input(norm, delta, residual)
 
     def __call__(self, x: InputRows, live: Tensor | None = None) -> Tensor | UnsummedOutput:
         """Returns the output [B·Q, hidden] for rows x [B·Q, hidden], or partial sums of the output,
         which the next norm adds.
 
-        live: ignored, because a dense MLP computes every row.  MixtureMLP uses this argument.
-        """
+        live: ignored, because a dense MLP computes every row.  MixtureMLP uses this argument."""
         return self.down.residual_delta(self._activated_rows(x))
 
     def partial_sums(self, x: InputRows) -> Tensor:
-        """Returns the rank's part of the output [B·Q, hidden], or partial sums of that part.  The parts of all ranks
-        add up to the output."""
+        """Returns this rank's part of the output for rows x, [B·Q, hidden], or partial sums of that part.  The parts of
+        all ranks add up to the output."""
         return self.down.partial_sums(self._activated_rows(x))
 
     def num_partial_sums(self, num_rows: int) -> int:
@@ -58,16 +58,16 @@ class GatedMLP:
         return self.down.weight.num_partial_sums(num_rows)
 
     def write_partial_sums(self, x: Tensor, out: Tensor) -> None:
-        """Writes partial sums of the output to out [num_partial_sums, B·Q, hidden], float32 or float64."""
+        """Writes partial sums of the output for rows x to out [num_partial_sums, B·Q, hidden], float32 or float64."""
         self.down.write_partial_sums(self._activated_rows(x), out)
 
     def summed_output(self, x: Tensor) -> Tensor:
-        """Returns the output [B·Q, hidden] as one tensor, never as partial sums."""
+        """Returns the output [B·Q, hidden] for rows x as one tensor, never as partial sums."""
         return self.down(self._activated_rows(x))
 
     def _activated_rows(self, x: InputRows) -> InputRows:
-        """Returns the activations [B·Q, intermediate], in the form that `down` takes."""
-        return self.gate_up.gated(x, self.activation, self.down.rounding)
+        """Returns the activations [B·Q, intermediate] for rows x, in the form that `down` takes."""
+        return self.gate_up.activated_product(x, self.activation, self.down.rounding)
 
 
 # A router has few outputs.  So for few rows, the product is split along the inputs, and `route` adds the partial sums.
@@ -133,7 +133,7 @@ class MixtureMLP:
         return total, RoutedRows(normed, rounded, router_logits(normed, self.router))
 
     def route_rows(self, x: Tensor) -> RoutedRows:
-        """Returns RoutedRows for normed rows [N, hidden]."""
+        """Returns RoutedRows for rows x [N, hidden], which are normed already."""
         return RoutedRows(x, x, router_logits(x, self.router))
 
     def __call__(self, routed: RoutedRows, live: Tensor | None = None) -> Tensor | UnsummedOutput:
@@ -143,6 +143,7 @@ class MixtureMLP:
         return partial_sums if self.shards.count == 1 else UnsummedOutput(partial_sums, self.shards, routed.x.dtype)
 
     def _sum_of_experts(self, x: Tensor, expert_rows: InputRows, logits: Tensor, live: Tensor | None) -> Tensor:
+        """Returns the output or its partial sums.  expert_rows: x, perhaps quantised.  logits: [N, E], the router's."""
         ids, weights = route(logits, self.router_bias, self.routing, self.expert_scales)
         if self.shared_expert_tiles is not None and len(x) <= MAX_SHARED_ROWS:
             return grouped_experts(
@@ -198,7 +199,7 @@ def rounding_in_norm(gate_up: ExpertMatrix, x: Tensor) -> InputScales | None:
 
 
 def _shared_expert_tiles(shared: GatedMLP, gate_up: ExpertMatrix, down: ExpertMatrix) -> SharedExperts | None:
-    """Returns the weights of the shared MLP as SharedExperts.
+    """Returns the weights of the shared MLP as SharedExperts.  gate_up, down: the matrices of the experts.
     Returns None if the shared MLP or the experts are quantised, if the shared MLP has a bias, or if the intermediate
     size of the shared MLP is not a multiple of an expert's."""
     layers = (shared.gate_up, shared.down)
@@ -214,7 +215,7 @@ def _shared_expert_tiles(shared: GatedMLP, gate_up: ExpertMatrix, down: ExpertMa
 
 def router_logits(x: Tensor, weight: Tensor) -> Tensor:
     """Returns the router's logits [N, E] = x [N, H] · weightᵀ, or partial sums of the logits, which `route` adds.
-    The product and the result are in float32 (float64 if x is float64)."""
+    weight: [E, H].  The product and the result are in float32 (float64 if x is float64)."""
     exact = torch.promote_types(x.dtype, torch.float32)
     if x.is_cuda and x.dtype != exact:
         if 0 < len(x) <= ROUTER_MAX_ROWS:

@@ -27,7 +27,7 @@ BlockOutput: TypeAlias = "Tensor | UnsummedOutput | NormedOutputs | None"
 
 
 def is_rounded_in_launch(x: Tensor, size: int, rounding: InputScales | None) -> bool:
-    """Whether the kernel that computes the norm of rows [len(x), size] also quantises the normed rows."""
+    """Whether the kernel of a norm over rows [len(x), size] also quantises the normed rows, as `rounding` says."""
     if rounding is None or not x.is_cuda or len(x) > max_kernel_rows(rounding, chip(x)):
         return False
     return can_round_norm(size, rounding)
@@ -39,8 +39,7 @@ class RMSNorm:
     The weight has x's dtype, or float32.
 
     On a CPU, for float32 and float64, the constants that depend on weight and eps are computed once, because computing
-    the constants takes as long as the norm of a row.
-    """
+    the constants takes as long as the norm of a row."""
 
     __slots__ = ("weight", "eps", "_constants")
 
@@ -113,7 +112,8 @@ class NormedOutputs:
         self.scale = scale
 
     def add_and_norms(self, x: Tensor, norms: Sequence[RMSNorm]) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Returns (the new residual, the results of `norms`), [N, H] each.  On a GPU, one kernel computes both."""
+        """Returns (the new residual, the results of `norms`), [N, H] each.  x: the old residual.
+        On a GPU, one kernel computes both."""
         outputs = [(sum_over_ranks(output), output_norm) for output, output_norm in self.outputs]
         if has_fused_add_norm(x):
             with_weights = tuple((output, _norm_weight(output_norm)) for output, output_norm in outputs)
@@ -141,11 +141,13 @@ class NoNorm:
     weight: ClassVar[None] = None
 
     def add_and_round(self, delta: BlockOutput, residual: Tensor, rounding: InputScales) -> tuple[Tensor, InputRows]:
+        """Returns (residual + delta, the same sum again).  The sum is not quantised: `rounding` is ignored."""
         return self.add_and_norm(delta, residual)
 
     def add_norm_and_round(
         self, delta: BlockOutput, residual: Tensor, rounding: InputScales | None
     ) -> tuple[Tensor, Tensor, InputRows]:
+        """Returns residual + delta, three times.  The sum is not quantised: `rounding` is ignored."""
         total, _ = self.add_and_norm(delta, residual)
         return total, total, total
 

@@ -69,7 +69,7 @@ class Residual:
         norm: RMSNorm | None = None,
         scale: float = 1.0,
     ) -> None:
-        """Stores a block's output, [N, H] or partial sums.  The next norm adds this output to x.
+        """Stores a block's output `delta`, [N, H] or partial sums.  The next norm adds this output to x.
         norm: the norm of the output, if the family has such a norm.  scale: the output's factor.  At most one is
         set."""
         if norm is not None or scale != 1:

@@ -23,7 +23,7 @@ from espalier.shards import RankPart
 class Weight(ABC):
     """A matrix [out, in].  format: the name of its storage format.  nbytes: the bytes of its tensors in memory.
     A subclass implements `apply`, and overrides other products for which it has faster kernels.  If `rounding` is not
-    None, `apply`, `partial_sums` and `gated` also take RoundedRows, inputs that a norm has quantised in this way."""
+    None, `apply`, `partial_sums` and `activated_product` also take RoundedRows: inputs that a norm quantised so."""
 
     __slots__ = ("shape", "nbytes")
     format: str
@@ -44,11 +44,11 @@ class Weight(ABC):
         """Raises EspalierError if no kernel supports inputs of this dtype on the weight's device."""
 
     def partial_sums(self, x: Any, bias: Tensor | None) -> Tensor:
-        """Returns the result of `apply`, or its float32 partial sums [parts, rows, out], which the next norm adds."""
+        """Returns apply(x, bias), or its float32 partial sums [parts, rows, out], which the next norm adds."""
         return self.apply(x, bias)
 
     def residual_delta(self, x: Any, bias: Tensor | None) -> Any:
-        """Returns the result of `partial_sums`, or UnsummedOutput if ranks divide the columns (sharded.py)."""
+        """Returns partial_sums(x, bias), or UnsummedOutput if ranks divide the columns (sharded.py)."""
         return self.partial_sums(x, bias)
 
     def num_partial_sums(self, num_rows: int) -> int:
@@ -56,13 +56,14 @@ class Weight(ABC):
         return 1
 
     def write_partial_sums(self, x: Any, bias: Tensor | None, out: Tensor) -> None:
-        """Writes partial sums of the result of `apply` to out [num_partial_sums, rows, out], float32 or float64."""
+        """Writes partial sums of apply(x, bias) to out [num_partial_sums, rows, out], float32 or float64."""
         out[0].copy_(self.apply(x, bias))
 
-    def gated(
+    def activated_product(
         self, x: Any, bias: Tensor | None, activation: Activation = SILU, rounding: InputScales | None = None
     ) -> Any:
-        """Returns the activation of apply(x).  The weight stacks gate and up if the activation has a gate."""
+        """Returns activation(apply(x, bias)).  The weight stacks gate and up if the activation has a gate.
+        rounding: how a kernel may quantise the result for the next product; None for a plain tensor."""
         return gated_activation(self.apply(x, bias), activation)
 
     @property
@@ -118,8 +119,7 @@ class StoredTensor:
     is cast to the model's dtype.
     row_dim, column_dim: the dimension that stores the matrix's rows or columns; None if every row or column of the
     matrix needs the whole tensor.
-    rows_per_entry, columns_per_entry: the numbers of rows and columns of the matrix that one entry stores.
-    """
+    rows_per_entry, columns_per_entry: the numbers of rows and columns of the matrix that one entry stores."""
 
     suffix: str
     shape: tuple[int, ...]
@@ -130,7 +130,7 @@ class StoredTensor:
     columns_per_entry: int = 1
 
     def part_slices(self, rows: RankPart, columns: RankPart) -> tuple[slice, ...]:
-        """Returns the slices of the tensor, one per dimension, that store a part of the matrix.
+        """Returns the slices of the tensor, one per dimension, that store a part of the matrix: these rows and columns.
         Raises EspalierError for a part that begins or ends inside an entry."""
         slices = [slice(0, size) for size in self.shape]
         for dim, part, unit in (
@@ -172,20 +172,22 @@ class WeightFormat(ABC):
     @abstractmethod
     def build_weight(self, tensors: Mapping[str, Tensor], row_counts: Sequence[int], columns: int) -> Weight:
         """Returns one weight of stacked matrices.  row_counts: the number of rows of each matrix, in order.
+        columns: the number of columns of every matrix.
         tensors: the tensors of all matrices on the device, by suffix.  Tensors with a row_dim are concatenated along
         this dimension.  Other tensors are stacked along an additional first dimension."""
 
     def tensors_of_part(
         self, tensors: Mapping[str, Tensor], rows: Sequence[RankPart], columns: RankPart
     ) -> Mapping[str, Tensor]:
-        """Returns the tensors of a part of a matrix, for build_weight.  tensors: the slices of this part.  A subclass
-        corrects tensors whose values depend on the part, such as a tensor whose values are the matrix's shape."""
+        """Returns the tensors of a part of stacked matrices, for build_weight.  tensors: the slices of this part.
+        rows: the part of each matrix's rows.  A subclass corrects tensors whose values depend on the part, such as a
+        tensor whose values are the matrix's shape."""
         return tensors
 
     def matrix(
         self, tensors: Mapping[str, Tensor], row_counts: Sequence[int], columns: int
     ) -> Tensor | QuantisedMatrix:
-        """Returns a matrix instead of a weight, for experts and latent attention.  See `build_weight`."""
+        """Returns a matrix instead of a weight, for experts and latent attention.  Takes what build_weight takes."""
         raise EspalierError(f"format {self.name} is supported for linear layers only, not for experts")
 
     def expert_tensors(self, num_experts: int, rows: int, columns: int) -> tuple[StoredTensor, ...]:
@@ -197,7 +199,7 @@ class WeightFormat(ABC):
         raise NotImplementedError
 
     def keeps_stored_dtype(self, name: str, dtype: torch.dtype) -> bool:
-        """Whether a tensor keeps its stored dtype in memory.  All other tensors are cast to the model's dtype."""
+        """Whether the tensor `name` keeps its stored dtype in memory.  Other tensors are cast to the model's dtype."""
         return False
 
 

@@ -75,6 +75,7 @@ class PackedFormat(QuantisedFormat):
     def tensors_of_part(
         self, tensors: Mapping[str, Tensor], rows: Sequence[RankPart], columns: RankPart
     ) -> Mapping[str, Tensor]:
+        """Corrects weight_shape and weight_g_idx for a part.  rows: the part of each stacked matrix's rows."""
         _require_shapes(tensors[".weight_shape"], [part.size for part in rows], columns.size)
         shapes = torch.tensor([(len(part), len(columns)) for part in rows])
         part_tensors = {**tensors, ".weight_shape": shapes}
@@ -83,6 +84,7 @@ class PackedFormat(QuantisedFormat):
         return part_tensors
 
     def stored_matrix(self, tensors: Mapping[str, Tensor], row_counts: Sequence[int], columns: int) -> QuantisedMatrix:
+        """Returns the stacked matrix.  tensors: by suffix.  row_counts: the number of rows of each matrix in it."""
         _require_shapes(tensors[".weight_shape"], row_counts, columns)
         codes, group = tensors[".weight_packed"].view(torch.uint8), self.group_size or columns
         zeros = unpack_int32(tensors[".weight_zero_point"], 0) if self.has_zero_points else None
@@ -94,6 +96,7 @@ class PackedFormat(QuantisedFormat):
 
 
 def _require_shapes(shapes: Tensor, row_counts: Sequence[int], columns: int) -> None:
+    """shapes: the stored (rows, columns) of each stacked matrix.  row_counts: the rows that config.json needs."""
     for count, shape in zip(row_counts, shapes.tolist(), strict=True):
         if shape != [count, columns]:
             raise EspalierError(
@@ -114,12 +117,14 @@ def read_compressed_tensors(quantisation: Mapping[str, Any]) -> FormatLookup:
     if not groups and quantisation.get("kv_cache_scheme") is None:
         raise EspalierError("quantization_config has no config_groups; download config.json again")
 
-    def format_of(name: str) -> WeightFormat:
-        if any(matches_module(name, pattern) for pattern in ignored):
+    def format_of(matrix_name: str) -> WeightFormat:
+        if any(matches_module(matrix_name, pattern) for pattern in ignored):
             return DENSE_FORMAT
         # A group that names the module has priority over a group for all linear layers.
         named = (
-            format for targets, format in groups if any(t != LINEAR_CLASS and matches_module(name, t) for t in targets)
+            format
+            for targets, format in groups
+            if any(t != LINEAR_CLASS and matches_module(matrix_name, t) for t in targets)
         )
         linear = (format for targets, format in groups if LINEAR_CLASS in targets)
         return next(named, next(linear, DENSE_FORMAT))
@@ -128,6 +133,7 @@ def read_compressed_tensors(quantisation: Mapping[str, Any]) -> FormatLookup:
 
 
 def _refuse_fields(quantisation: Mapping[str, Any], *names: str) -> None:
+    """Raises EspalierError if a field of quantization_config, one of `names`, declares a quantised format."""
     for name in names:
         value = read_object(quantisation, name)
         if value.get("format", "dense") != "dense" or value.get("config_groups"):
@@ -153,17 +159,17 @@ def _read_scheme(group: Mapping[str, Any], format_name: str | None) -> WeightFor
     )
 
 
-def _read_fp8(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> WeightFormat:
-    strategy = weights.get("strategy")
-    if strategy not in ("tensor", "channel", "block") or weights.get("symmetric") is False:
+def _read_fp8(weight_args: Mapping[str, Any], input_args: Mapping[str, Any] | None) -> WeightFormat:
+    strategy = weight_args.get("strategy")
+    if strategy not in ("tensor", "channel", "block") or weight_args.get("symmetric") is False:
         raise EspalierError(
             f"quantization_config: FP8 weights by {strategy!r} are not supported, only symmetric ones by 'tensor', "
             "'channel' or 'block'"
         )
     block_shape: tuple[int | None, int | None] = (None, None) if strategy == "tensor" else (1, None)
     if strategy == "block":
-        block_shape = read_block(weights.get("block_structure"))
-    kind, group = _read_inputs(inputs)
+        block_shape = read_block(weight_args.get("block_structure"))
+    kind, group = _read_inputs(input_args)
     return Fp8Format(block_shape, inputs=kind, group_size=group)
 
 

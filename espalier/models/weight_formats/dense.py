@@ -40,9 +40,10 @@ class DenseWeight(Weight):
     def apply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(x, self.tensor, bias)
 
-    def gated(
+    def activated_product(
         self, x: Tensor, bias: Tensor | None, activation: Activation = SILU, rounding: InputScales | None = None
     ) -> Tensor:
+        """Returns activation(x · weightᵀ + bias) as a plain tensor; `rounding` is ignored."""
         return linear_gated(x, self.tensor, bias, None, activation)
 
     def rows_from(self, first_row: int) -> Weight:
@@ -69,15 +70,17 @@ class TunedWeight(DenseWeight):
         return plan.splits if isinstance(plan, TritonPlan) else 1
 
     def write_partial_sums(self, x: Tensor, bias: Tensor | None, out: Tensor) -> None:
+        """Writes partial sums of apply(x, bias) to out [num_partial_sums, rows, out]."""
         plan = LINEAR_TUNING.plan_for_count(self._plans, len(x))
         if isinstance(plan, TritonPlan):
             write_parts.triton(x, self.tensor, bias, plan, out)
         else:
             super().write_partial_sums(x, bias, out)
 
-    def gated(
+    def activated_product(
         self, x: Tensor, bias: Tensor | None, activation: Activation = SILU, rounding: InputScales | None = None
     ) -> Tensor:
+        """Returns activation(x · weightᵀ + bias) as a plain tensor; `rounding` is ignored."""
         return linear_gated(x, self.tensor, bias, LINEAR_TUNING.plan_for_count(self._plans, len(x)), activation)
 
 

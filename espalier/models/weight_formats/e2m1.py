@@ -66,6 +66,7 @@ class Mxfp4Format(QuantisedFormat):
         )
 
     def expert_matrix(self, tensors: Mapping[str, Tensor]) -> QuantisedMatrix:
+        """Returns [experts, rows, columns].  tensors: _blocks and _scales, by these suffixes."""
         return make_nibble_matrix("mxfp4", tensors["_blocks"].flatten(2), tensors["_scales"], MXFP4_BLOCK_SIZE)
 
     def keeps_stored_dtype(self, name: str, dtype: torch.dtype) -> bool:
@@ -76,9 +77,9 @@ def read_mxfp4(quantisation: Mapping[str, Any]) -> FormatLookup:
     """Returns the format of each matrix, for quant_method "mxfp4": only the experts are quantised."""
     skipped, format = module_names(quantisation, "modules_to_not_convert"), Mxfp4Format()
 
-    def format_of(name: str) -> Any:
-        is_expert = matches_module(name, "mlp.experts") and not any(
-            matches_module(name, pattern) for pattern in skipped
+    def format_of(matrix_name: str) -> Any:
+        is_expert = matches_module(matrix_name, "mlp.experts") and not any(
+            matches_module(matrix_name, pattern) for pattern in skipped
         )
         return format if is_expert else DENSE_FORMAT
 
@@ -142,6 +143,7 @@ class Nvfp4Format(QuantisedFormat):
         )
 
     def stored_matrix(self, tensors: Mapping[str, Tensor], row_counts: Sequence[int], columns: int) -> QuantisedMatrix:
+        """Returns the stacked matrix.  tensors: by suffix.  row_counts: the number of rows of each matrix in it."""
         scales, factor = tensors[self.suffixes.scales], tensors[self.suffixes.factor].flatten().double()
         wrong = factor[~((factor > 0) & factor.isfinite())]
         if wrong.numel():
@@ -191,6 +193,7 @@ def read_modelopt(quantisation: Mapping[str, Any]) -> FormatLookup:
 
 
 def _read_format(scheme: Mapping[str, Any]) -> WeightFormat:
+    """Returns the format that a scheme declares.  scheme: an object with quant_algo and group_size."""
     format = MODELOPT_FORMATS[read_field(scheme, "quant_algo", tuple(MODELOPT_FORMATS))]
     if isinstance(format, Nvfp4Format):
         read_field(scheme, "group_size", (NVFP4_GROUP_SIZE, None))

@@ -53,6 +53,7 @@ class Fp8Format(QuantisedFormat):
     supports_shards = True
 
     def with_stored_suffixes(self, is_stored: Callable[[str], bool]) -> "Fp8Format":
+        """Returns the format with the names of its scales.  is_stored: whether a tensor with this suffix exists."""
         suffixes = (
             next((pair for pair in SCALE_SUFFIXES if is_stored(pair[0])), None)
             if self.block_shape == (None, None)
@@ -74,6 +75,7 @@ class Fp8Format(QuantisedFormat):
         return StoredTensor(".weight", (rows, columns), FP8, row_dim=0, column_dim=1), scale, *static
 
     def stored_matrix(self, tensors: Mapping[str, Tensor], row_counts: Sequence[int], columns: int) -> QuantisedMatrix:
+        """Returns the stacked matrix.  tensors: by suffix.  row_counts: the number of rows of each matrix in it."""
         scales, rows_per_scale = self._stacked_scales(tensors[self.scale_suffix], row_counts)
         inputs = None
         if self.inputs is not None:
@@ -96,6 +98,7 @@ class Fp8Format(QuantisedFormat):
         )
 
     def expert_matrix(self, tensors: Mapping[str, Tensor]) -> QuantisedMatrix:
+        """Returns [experts, rows, columns].  tensors: the codes and the scales, by suffix."""
         (rows_per_scale, column_block), codes, scales = self.block_shape, tensors[""], tensors[STACK_SCALE_SUFFIX]
         assert rows_per_scale is not None and column_block is not None
         if codes.shape[1] % rows_per_scale:

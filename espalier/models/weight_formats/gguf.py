@@ -43,7 +43,7 @@ class BlockWeight(Weight):
         return BlockWeight(self.matrix.rows_from(first_row))
 
     def dequantise_into(self, table: Tensor) -> None:
-        """Writes the dequantised values to a dense tensor [out, in] of any floating-point dtype."""
+        """Writes the dequantised values to `table`, a dense tensor [out, in] of any floating-point dtype."""
         step = max(DEQUANTISED_VALUES_PER_STEP // table.shape[1], 1)
         for begin in range(0, len(table), step):
             table[begin : begin + step].copy_(dequantise_blocks(self.matrix, begin, begin + step))

@@ -70,15 +70,18 @@ class GptqFormat(QuantisedFormat):
     def tensors_of_part(
         self, tensors: Mapping[str, Tensor], rows: Sequence[RankPart], columns: RankPart
     ) -> Mapping[str, Tensor]:
+        """Corrects g_idx for a part of the columns; all other tensors stay as they are."""
         if columns.is_whole:
             return tensors
         return {**tensors, ".g_idx": column_groups_of_part(tensors[".g_idx"], columns, self.group_size)}
 
     def stored_matrix(self, tensors: Mapping[str, Tensor], row_counts: Sequence[int], columns: int) -> QuantisedMatrix:
+        """Returns the stacked matrix.  tensors: by suffix.  row_counts: the number of rows of each matrix in it."""
         packed, group = tensors[".qweight"], self.group_size or columns
         order = common_column_order(tensors[".g_idx"], group)
 
         def unpack_rows(begin: int, end: int) -> Tensor:
+            """Returns the codes of the matrix's rows begin .. end-1."""
             codes = unpack_int32(packed[:, begin:end], 0).T
             return codes if order is None else codes[:, order]
 
@@ -133,9 +136,11 @@ class AwqFormat(QuantisedFormat):
         )
 
     def stored_matrix(self, tensors: Mapping[str, Tensor], row_counts: Sequence[int], columns: int) -> QuantisedMatrix:
+        """Returns the stacked matrix.  tensors: by suffix.  row_counts: the number of rows of each matrix in it."""
         packed = tensors[".qweight"]
 
         def unpack_rows(begin: int, end: int) -> Tensor:
+            """Returns the codes of the matrix's rows begin .. end-1."""
             return unpack_int32(packed[:, begin // NIBBLES_OF_INT32 : end // NIBBLES_OF_INT32], 1, AWQ_NIBBLE_ORDER).T
 
         zeros = unpack_int32(tensors[".qzeros"], 1, AWQ_NIBBLE_ORDER).T.contiguous()

@@ -45,9 +45,10 @@ class QuantisedWeight(Weight):
     def partial_sums(self, x: InputRows, bias: Tensor | None) -> Tensor:
         return linear_quantised_partial_sums(x, self.matrix, bias)
 
-    def gated(
+    def activated_product(
         self, x: InputRows, bias: Tensor | None, activation: Activation = SILU, rounding: InputScales | None = None
     ) -> InputRows:
+        """Returns activation(x · weightᵀ + bias).  rounding: how a kernel quantises this result, or None."""
         return linear_quantised_gated(x, self.matrix, bias, None, activation, rounding)
 
     @property
@@ -66,16 +67,17 @@ class QuantisedFormat(WeightFormat):
     @abstractmethod
     def stored_matrix(self, tensors: Mapping[str, Tensor], row_counts: Sequence[int], columns: int) -> QuantisedMatrix:
         """Returns the matrix, with the input quantisation that the checkpoint declares, for any device.
-        row_counts: the number of rows of each matrix that is stacked."""
+        The arguments are those of build_weight."""
 
     def matrix(self, tensors: Mapping[str, Tensor], row_counts: Sequence[int], columns: int) -> QuantisedMatrix:
+        """Returns the result of stored_matrix in the form that the kernels of the tensors' device take."""
         return adapt_to_device(self.stored_matrix(tensors, row_counts, columns))
 
     def build_weight(self, tensors: Mapping[str, Tensor], row_counts: Sequence[int], columns: int) -> Weight:
         return QuantisedWeight(self.matrix(tensors, row_counts, columns), self.name)
 
     def keeps_stored_dtype(self, name: str, dtype: torch.dtype) -> bool:
-        """Whether a tensor keeps its stored dtype.  Biases and norms (`.weight` of 16 bits or more) are cast."""
+        """Whether the tensor `name` keeps its stored dtype.  Biases and norms (`.weight` of 16 bits or more) do not."""
         return not name.endswith(".bias") and (dtype.itemsize == 1 or not name.endswith(".weight"))
 
 
@@ -87,13 +89,13 @@ def adapt_to_device(matrix: QuantisedMatrix) -> QuantisedMatrix:
 
 
 def require_multiple_of(format_name: str, dim: str, size: int, unit: int) -> None:
-    """Raises EspalierError if `size` is not a multiple of `unit`."""
+    """Raises EspalierError if `size` is not a multiple of `unit`.  dim: "rows" or "columns", for the error."""
     if size % unit:
         raise EspalierError(f"format {format_name} needs {dim} in a multiple of {unit}, but this matrix has {size}")
 
 
 def unpack_int32(packed: Tensor, dim: int, order: Sequence[int] = range(NIBBLES_OF_INT32)) -> Tensor:
-    """Unpacks the nibbles of an int32 tensor along `dim`.  Returns uint8; `dim` becomes 8 times as large.
+    """Unpacks the nibbles of `packed`, int32, along `dim`.  Returns uint8; `dim` becomes 8 times as large.
     order: order[i] is the place of the i-th value's nibble in its int32, counted from the low bits."""
     shifts = torch.tensor(order, dtype=torch.int32, device=packed.device) * 4
     dim %= packed.ndim
@@ -113,12 +115,11 @@ def dense_if_skipped(skipped_names: Sequence[str], format: WeightFormat, quantis
     `format`.
 
     skipped_names: module names, parts of module names ("mlp.gate", "layers.61"), or "re:" and a regular expression.
-    quantises_head: whether the lm_head is quantised too.
-    """
+    quantises_head: whether the lm_head is quantised too."""
 
-    def format_of(name: str) -> WeightFormat:
-        is_dense = (ALWAYS_DENSE.search(name) and not (quantises_head and name == "lm_head")) or any(
-            matches_module(name, pattern) for pattern in skipped_names
+    def format_of(matrix_name: str) -> WeightFormat:
+        is_dense = (ALWAYS_DENSE.search(matrix_name) and not (quantises_head and matrix_name == "lm_head")) or any(
+            matches_module(matrix_name, pattern) for pattern in skipped_names
         )
         return DENSE_FORMAT if is_dense else format
 
@@ -145,7 +146,7 @@ def read_field(quantisation: Mapping[str, Any], name: str, allowed: Sequence[obj
 
 
 def module_names(fields: Mapping[str, Any], name: str) -> tuple[str, ...]:
-    """Returns the module names and patterns in a field; no names if the field is null.
+    """Returns the module names and patterns in the field `name`; no names if the field is null.
     Raises EspalierError for any other value."""
     value = fields.get(name) or ()
     if not isinstance(value, list | tuple) or not all(isinstance(item, str) and _is_pattern(item) for item in value):
@@ -154,6 +155,7 @@ def module_names(fields: Mapping[str, Any], name: str) -> tuple[str, ...]:
 
 
 def _is_pattern(name: str) -> bool:
+    """Whether `name` may stand in a list of modules: a plain name, or "re:" and a regex without a syntax error."""
     if not name.startswith("re:"):
         return True
     try:
@@ -164,7 +166,7 @@ def _is_pattern(name: str) -> bool:
 
 
 def read_object(fields: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Returns the object in a field; empty if the field is null.  Raises EspalierError for any other value."""
+    """Returns the object in the field `name`; empty if the field is null.  Raises EspalierError for any other value."""
     value = fields.get(name)
     if value is not None and not isinstance(value, Mapping):
         raise EspalierError(f"quantization_config: {name} = {value!r}; an object is needed; correct it")

@@ -34,7 +34,7 @@ class ShardedWeight(Weight):
         return self.join_ranks(self.own_weight.apply(x, None), bias)
 
     def join_ranks(self, own_output: Tensor, bias: Tensor | None) -> Tensor:
-        """Returns the product of the whole matrix, [rows, out].  own_output: this rank's product."""
+        """Returns the product of the whole matrix, [rows, out], plus bias.  own_output: this rank's product."""
         raise NotImplementedError
 
 
@@ -44,6 +44,7 @@ class SummedWeight(ShardedWeight):
     __slots__ = ()
 
     def join_ranks(self, own_output: Tensor, bias: Tensor | None) -> Tensor:
+        """Returns the sum of own_output over the ranks, plus bias."""
         total = self.shards.all_reduce(own_output)
         return total if bias is None else total + bias
 
@@ -69,8 +70,8 @@ class UnsummedOutput:
         return self.shards.all_reduce(add_partial_sums(self.partial_sums, self.dtype))
 
     def add_norm(self, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor] | None:
-        """Returns (residual + the sum over the ranks, the norm of this total), computed by one kernel; None if there is
-        no such kernel.  See Collectives.all_reduce_add_norm."""
+        """Returns (residual + the sum over the ranks, the RMS norm of this total with `weight` and `eps`), computed by
+        one kernel; None if there is no such kernel.  See Collectives.all_reduce_add_norm."""
         collectives = self.shards.collectives
         return (
             None if collectives is None else collectives.all_reduce_add_norm(self.partial_sums, residual, weight, eps)
@@ -86,11 +87,11 @@ class GatheredWeight(ShardedWeight):
     """A weight whose rows are divided among ranks: each rank has a part of the vocabulary (`Shards.vocab_part`).
 
     All logits are gathered, even for greedy requests.  On two H100s, it took longer to gather only the largest of each
-    2,048 logits and its index: 6.2 instead of 5.4 µs for 1 row, 43 instead of 40 for 64 rows.
-    """
+    2,048 logits and its index: 6.2 instead of 5.4 µs for 1 row, 43 instead of 40 for 64 rows."""
 
     __slots__ = ()
 
     def join_ranks(self, own_output: Tensor, bias: Tensor | None) -> Tensor:
+        """Returns the outputs of all ranks side by side, plus bias.  own_output: the outputs of this rank's rows."""
         output = self.shards.gather_tokens(own_output, self.shape[0])
         return output if bias is None else output + bias
