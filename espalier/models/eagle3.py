@@ -243,6 +243,7 @@ class Eagle3Draft:
 
     @property
     def modules(self) -> tuple["Eagle3Draft"]:
+        """The parts of the draft that run as passes of their own (models/draft.py).  Here only this object."""
         return (self,)
 
     def __call__(self, p: Pass, hidden: Tensor, parents: Tensor | None = None) -> DraftOutput:

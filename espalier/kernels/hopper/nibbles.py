@@ -130,7 +130,8 @@ def _permute_bytes(words, BYTE_SELECTOR: gl.constexpr):
 
 @gluon_kernel
 def _factors_of_scale_words(words, CODE: gl.constexpr, PIECE_LAYOUT: gl.constexpr):
-    """Turn words of 4 scales [64] into factors [64, 8] for words of 64 columns (quantised_nibbles.py).
+    """Turn words [64], which hold 4 scales each, into factors [64, 8] for the 8 words that hold a row's 64 columns.  A
+    factor is a uint32 of two bfloat16 halves (quantised_nibbles.py).
 
     MXFP4: the 4 scales are exponents, which belong to two pieces of 64 columns.  The low halves of the factors belong
     to the first piece, the high halves to the second.  NVFP4: the 4 scales belong to one piece.  A half of a factor is

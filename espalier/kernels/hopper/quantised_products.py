@@ -108,7 +108,8 @@ def hopper_gate_up_kernel(
     LIMIT: gl.constexpr, IS_SORTED: gl.constexpr, HAS_LIVE: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
     EVEN_IN: gl.constexpr, USE_PDL: gl.constexpr,
 ):
-    """Computes the activations of all pairs (token, expert), see experts.py:_gated_kernel.  No shared experts."""
+    """Computes the activations of all pairs (token, expert), see experts.py:_gated_kernel.  No shared experts.
+    CODE: the format of the weights, "int4", "mxfp4" or "nvfp4"."""
     ACC_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
     X: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
     # The trigger comes after the routing is complete, because hopper_down_kernel reads the experts before it waits.
