@@ -212,8 +212,8 @@ class Pass:
         return q.view(*self.tokens.shape, *q.shape[1:]) if kept is None else q[kept][:, None]
 
     def attend(self, layer: int, q: Tensor, sink: Tensor | None = None) -> Tensor:
-        """Computes attention of the queries that `write` returned, over the rows of K and V that they see: committed rows,
-        which are in pages, and staged rows, which are the rows of this pass.
+        """Computes attention of the queries that `write` returned over the rows of K and V that they see: committed
+        rows, which are in pages, and staged rows, which are the rows of this pass.
 
         sink: see AttentionPlan.attend.  For a layer that keeps a state, sink holds factors [heads], and factor · v is
         added to each row's output.  Returns [B, Q, heads, v_size], or [B, 1, ...] with `needed_row`."""

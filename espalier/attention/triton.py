@@ -68,7 +68,9 @@ class TritonAttention(AttentionPlan):
         return self._run_kernel(spec, self.kernel_inputs(layer, q, None, self.prefix, self.splits(spec)))
 
     def select(self, layer: int, queries: IndexerQueries, keys: Tensor) -> SelectedRows | None:
-        """Returns the rows that each query attends to; None for all.  keys: [B, R, 1, size], of the staged rows."""
+        """Returns the rows that each query attends to; None for all.
+
+        keys: [B, R, 1, size], the indexer's keys of the staged rows, which are the rows of this pass."""
         pages, prefix, topk = self.pages, self.prefix, self.specs[layer].topk
         page_table, (batch, staged) = prefix.page_table, keys.shape[:2]
         max_rows = page_table.shape[1] * pages.page_size + staged

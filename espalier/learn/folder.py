@@ -136,7 +136,8 @@ class KeptTexts:
             os.fsync(file.fileno())  # else a file may be empty under its name after a power failure
 
     def _count_written(self, kind: str, num_trained: int) -> None:
-        """Counts the texts in the files of a kind.  num_trained: how many of these texts the trainings have read."""
+        """Counts the texts in the files of a kind.
+        num_trained: how many texts of this kind the trainings have read, those of deleted files included."""
         for file in reversed(self.files(kind)):
             num_before, texts = _num_texts_before(file), list(read_texts([file]))
             num_kept = num_before + len(texts)

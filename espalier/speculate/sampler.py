@@ -76,7 +76,8 @@ class Sampler(ABC):
         )
 
     def sample_last(self, logits: Tensor, mask: Tensor | None = None) -> SampledTokens:
-        """Samples the token after the last token of a prefill pass.  logits: [B, 1, V].  mask: [B, 1, words]."""
+        """Samples the token after the last token of a prefill pass.  logits: [B, 1, V].
+        mask: [B, 1, words] int32, one bit for each token, set if the token is allowed; None allows all."""
         return self._pick(logits, torch.zeros_like(self.first_position[:, None]), mask, None)
 
     @abstractmethod

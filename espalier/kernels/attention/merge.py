@@ -77,7 +77,8 @@ def merge_results(first_result: OutAndLse, second_result: OutAndLse, sink: Tenso
 VALUES_PER_LOAD = 4096
 # A request with few splits is merged in a small block of splits, so that a program can merge several pairs at once.
 # The small block has room for KVSplitPolicy.num_splits splits, rounded up to a power of two, but at least for
-# MIN_SMALL_BLOCK_SPLITS.  If this number is above MAX_SMALL_BLOCK_SPLITS, all requests use the large block.
+# MIN_SMALL_BLOCK_SPLITS.  Requests with more splits use a large block.  If the small block would need room for more
+# than MAX_SMALL_BLOCK_SPLITS splits, all requests use the large block.
 MIN_SMALL_BLOCK_SPLITS, MAX_SMALL_BLOCK_SPLITS = 4, 8
 # The number of splits that a program merges at once, over all its pairs.
 SPLITS_PER_PROGRAM = 16

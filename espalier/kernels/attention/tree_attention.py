@@ -80,8 +80,7 @@ def _tree_attention_kernel(
     LONGEST_FIRST: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, USE_PDL: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):
-    """queries, rows: queries and staged rows of a request.  STAGED_KIND: 0 for no staged rows, 1 a chain, 2 a tree.
-    LONGEST_FIRST: whether work items are in order of their query tile, not of their split (split_of_work_item)."""
+    """STAGED_KIND: 0 for no staged rows, 1 a chain, 2 a tree.  LONGEST_FIRST: work items in order of query tiles."""
     CONSTANTS: tl.constexpr = AttentionConstexprs(
         PAGE_SIZE, WINDOW, SOFTCAP, STAGED_KIND, PRECISION, STAGES, BLOCK_N, BLOCK_R, K_SIZE, V_SIZE, BLOCK_K, BLOCK_V
     )

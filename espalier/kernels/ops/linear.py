@@ -86,7 +86,7 @@ def linear_gated(
 def write_parts(x: Tensor, weight: Tensor, bias: Tensor | None, plan: TritonPlan, out: Tensor) -> None:
     """Write the partial sums of `linear` to out [plan.splits, rows, out] float32, contiguous.
 
-    Raises EspalierError in the same cases as linear_partial_sums."""
+    Raises EspalierError if `out` is not contiguous, or if shapes, dtypes or the plan do not fit."""
     # The reference writes the whole product to the first partial sum, and zeros to the others.
     out.zero_()
     out[0] = F.linear(x, weight, bias)

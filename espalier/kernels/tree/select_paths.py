@@ -80,6 +80,7 @@ def _select_paths_kernel(
 ):  # fmt: skip
     """Select node i in step i.  The next sibling replaces the node in its entry, and the first child becomes entry i.
 
+    WORDS: the int64 words of a node's ancestor bits.
     Keys, tie breaks and scores are integers, because the maximum of integers over a warp is one instruction."""
     pdl_trigger_and_wait(USE_PDL)
     request = tl.program_id(0).to(tl.int64)
