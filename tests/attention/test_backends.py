@@ -101,16 +101,16 @@ def drawn(layer: int, batch: int, queries: int, rows: int, seed: int):
 )
 def test_nodes_over_a_prefix(name, page_size, layer, first):
     pages, table = filled_pages(page_size)
-    for queries, rows in ((1, 1), (5, 5), (2, 6)):
-        for lengths in ([17, 1, 3, 40], [first] * 4, [0 + first, 0 + first, 0 + first, 9]):
-            prefix = Prefix(table, torch.tensor(lengths), first)
-            nodes = tree_nodes(prefix.length, queries, rows, seed=rows)
-            q, k, v = drawn(layer, 4, queries, rows, seed=page_size)
-            attention = backend(name).plan(pages, GEOMETRY, prefix, nodes)
-            for sink in (None, SINK[: q.shape[2]]):
-                out = attention.attend(layer, q, k, v, sink)
-                expected = in_loops(pages, layer, prefix, nodes, q, k, v, sink)
-                assert torch.allclose(out, expected, rtol=0, atol=TOLERANCE)
+    of_pass = zip(((5, 5), (1, 1), (2, 6)), ([17, 1, 3, 40], [first] * 4, [first, first, first, 9]), strict=True)
+    for (queries, rows), lengths in of_pass:
+        prefix = Prefix(table, torch.tensor(lengths), first)
+        nodes = tree_nodes(prefix.length, queries, rows, seed=rows)
+        q, k, v = drawn(layer, 4, queries, rows, seed=page_size)
+        attention = backend(name).plan(pages, GEOMETRY, prefix, nodes)
+        for sink in (None, SINK[: q.shape[2]]):
+            out = attention.attend(layer, q, k, v, sink)
+            expected = in_loops(pages, layer, prefix, nodes, q, k, v, sink)
+            assert torch.allclose(out, expected, rtol=0, atol=TOLERANCE)
 
 
 @backends

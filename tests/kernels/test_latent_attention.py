@@ -25,6 +25,7 @@ from tests.kernels.attending import (
     poison_empty,
     split,
 )
+from tests.pairwise import fewer
 
 
 def latent_case(lengths, queries=1, rows=None, page_size=16, heads=4, size=80, v_size=64, **fields) -> Case:
@@ -74,7 +75,9 @@ def test_small_shapes(kernel_device, case):
     check(case, kernel_device)
 
 
-@pytest.mark.parametrize("case", [*SMALL[:6], SMALL[-2]], ids=str)
+@pytest.mark.parametrize(
+    "case", fewer([*SMALL[:6], SMALL[-2]], lambda case: case in (SMALL[1], SMALL[4], SMALL[-2])), ids=str
+)
 def test_committed_rows_alone(kernel_device, case):
     check(case, kernel_device, staged=False)
 
@@ -93,7 +96,7 @@ def test_an_empty_batch_is_legal(kernel_device):
     assert out.shape == (0, 3, 4, 64) and lse.shape == (0, 3, 4)
 
 
-@pytest.mark.parametrize("case", [SMALL[3], SMALL[4]], ids=str)
+@pytest.mark.parametrize("case", fewer([SMALL[3], SMALL[4]], lambda case: case is SMALL[3]), ids=str)
 def test_bits_do_not_depend_on_the_batch(kernel_device, case):
     check_batches(case, drawn(case, kernel_device), run)
 

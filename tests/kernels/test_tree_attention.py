@@ -13,6 +13,7 @@ from espalier.kernels.ops.attention import AttentionInputs, Nodes, Prefix
 from espalier.kernels.ops.selection import KVSplitPolicy, kv_splits
 from espalier.kernels.runtime.launch import Chip
 from tests.kernels.attending import Case, check, check_batches, check_more_words, draw, expected, only, run
+from tests.pairwise import fewer
 
 # bfloat16 only beside FP8 rows, with which it becomes float16: Triton's interpreter multiplies its bits as integers.
 SMALL = [
@@ -45,12 +46,20 @@ SMALL = [
 ]
 
 
-@pytest.mark.parametrize("case", SMALL, ids=str)
+# What distinguishes these five, others have too, but each with something else.
+@pytest.mark.parametrize("case", fewer(SMALL, lambda case: SMALL.index(case) not in (1, 4, 10, 13, 14)), ids=str)
 def test_small_shapes(kernel_device, case):
     check(case, kernel_device)
 
 
-@pytest.mark.parametrize("case", [*SMALL[:8], replace(SMALL[3], sink=True), *SMALL[16:20]], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    fewer(
+        [*SMALL[:8], replace(SMALL[3], sink=True), *SMALL[16:20]],
+        lambda case: case in (SMALL[1], SMALL[7], SMALL[16], SMALL[18]) or (case.sink and case.first),
+    ),
+    ids=str,
+)
 def test_committed_rows_alone(kernel_device, case):
     """Without staged rows; an empty request gives zeros and lse -inf."""
     check(case, kernel_device, staged=False)
