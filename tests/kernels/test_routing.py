@@ -6,7 +6,7 @@ import torch
 from espalier.errors import EspalierError
 from espalier.kernels.ops.experts import Routing, route
 from tests.kernels.treeing import poisoned
-from tests.pairwise import in_turn_params
+from tests.pairwise import fewer, product_params
 
 ROUTINGS = [
     Routing(4, 1),
@@ -26,6 +26,9 @@ ROUTINGS = [
 ]
 
 
+SIZES = [(torch.float64, 1), (torch.float32, 19)]
+
+
 def drawn(routing, rows, device, seed=0, dtype=torch.float32):
     generator = torch.Generator().manual_seed(seed)
     logits = 2 * torch.randn(rows, routing.num_experts, generator=generator, dtype=dtype)
@@ -34,7 +37,9 @@ def drawn(routing, rows, device, seed=0, dtype=torch.float32):
     return logits.to(device), None if bias is None else bias.to(device)
 
 
-@pytest.mark.parametrize(("dtype", "rows"), in_turn_params([torch.float32, torch.float64], [0, 1, 19]))
+@pytest.mark.parametrize(
+    ("dtype", "rows"), fewer(product_params([torch.float32, torch.float64], [0, 1, 19]), lambda *cell: cell in SIZES)
+)
 @pytest.mark.parametrize(
     "routing", ROUTINGS, ids=lambda r: f"{r.num_experts}-{r.top_k}-{r.scoring}-{r.n_group}-{r.logit_bias}"
 )
@@ -72,6 +77,12 @@ def test_ids_exist_whatever_the_logits_are(kernel_device, routing):
         ids, _ = route.triton(logits, bias, routing)
     padded = torch.cat((ids.new_full((7, 1), -1), ids, ids.new_full((7, 1), routing.num_experts)), 1)
     assert (padded.diff(dim=1) > 0).all()
+
+
+@pytest.mark.parametrize("routing", ROUTINGS[:1])
+def test_no_rows(kernel_device, routing):
+    ids, weights = route.triton(*drawn(routing, 0, kernel_device), routing)
+    assert ids.shape == weights.shape == (0, routing.top_k)
 
 
 def test_strided_logits(kernel_device):

@@ -72,8 +72,7 @@ SHAPES = [
 
 
 # The interpreter's products have no bfloat16.
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("shape", "dtype"), in_turn_params(SHAPES, [torch.float32, torch.float16]))
 def test_scores(kernel_device, shape, dtype):
     page_size, columns, lengths, first, queries, staged, heads, size = shape
     generator, batch = torch.Generator().manual_seed(5), len(lengths)
