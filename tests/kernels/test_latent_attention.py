@@ -70,7 +70,6 @@ SMALL = [
 ]
 
 
-# FP8 in float32 has the shape of another case, and float16 beside no staged rows too.
 @pytest.mark.parametrize("case", fewer(SMALL, lambda case: case not in (SMALL[0], SMALL[9])), ids=str)
 def test_small_shapes(kernel_device, case):
     check(case, kernel_device)
