@@ -423,7 +423,7 @@ ONE, TWO = HopperConfig(1, 3, 2), HopperConfig(2, 6, 1)
 # GPT-OSS: 64 heads of 64 over 8 KV heads, a sink, and a window in every second layer.
 PLAIN = [(1, 1, 16, 0), (2048, 1, 256, 0), (8, 2, 16, 128, 64, 8, True)]
 PLAIN += [(8, 2, 16, 1024, 256, 2, False, False, 50.0)]
-HOPPER = [(TWO, 1, 16), (TWO, 2, 64), (ONE, 2, 16, 128, 64, 8, True), (HopperConfig(2, 5, 1), 1, 64, 0, 256, 8)]
+HOPPER = [(TWO, 1, 16), (ONE, 2, 16, 128, 64, 8, True), (HopperConfig(2, 5, 1), 1, 64, 0, 256, 8)]
 # FP8 rows.
 PLAIN += [(64, 2, 1, 0, 128, 4, False, True)]
 ONE_FP8, TWO_FP8 = (HopperConfig(warpgroups, FP8_STAGES, 1, FP8_RAW_STAGES) for warpgroups in (1, 2))
@@ -442,7 +442,7 @@ MORE_PLAIN += [
     (8, 2, 16, 4096),
     (64, 2, 16, 0, 128, 4, False, True),
 ]
-MORE_HOPPER = [(ONE, 2, 48), (TWO, 2, 256), (TWO, 2, 1), (ONE, 2, 16, 0, 64, 8, True), (TWO, 2, 16, 4096)]
+MORE_HOPPER = [(ONE, 2, 48), (TWO, 2, 64), (TWO, 2, 256), (TWO, 2, 1), (ONE, 2, 16, 0, 64, 8, True), (TWO, 2, 16, 4096)]
 MORE_HOPPER += [(HopperConfig(2, 4, 1), 2, 16, 0, 256, 6), (HopperConfig(1, 6, 1), 2, 16, 1024, 256, 2)]
 MORE_HOPPER += [(HopperConfig(1, 6, 1), 0, 64, 0, 64), (ONE_FP8, 2, 64, 128, 64, 8, True), (TWO_FP8, 2, 16)]
 MORE_LATENT = [(128, 64, 2, 256), (16, 1, 1, 64), (16, 16, 2, 16), (128, 1, 2, 64), (128, 512, 1, 64)]

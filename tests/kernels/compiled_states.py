@@ -67,17 +67,17 @@ def translated_only(backend: Any = None, stages: dict[str, Any] | None = None, *
 
 def calls() -> Iterator[Callable[..., object]]:
     """Each kernel with and without what may be None."""
-    for keeps in (cases.DELTA, cases.ADDED):
-        yield partial(cases.test_a_node_reads_the_state_of_its_parent, keeps, 1, 4)
+    for of_kind in cases.KINDS:
+        yield partial(cases.test_a_node_reads_the_state_of_its_parent, of_kind, (1, 4))
         for marks in (False, True):
-            yield partial(cases.test_a_path_goes_into_the_states_of_all_layers, keeps, 3, 4, marks)
-            yield partial(cases.test_a_chain_is_read_and_taken_in, keeps, 1, 3, marks)
-    yield partial(cases.test_pieces_of_a_chain_follow_one_another, cases.DELTA, 16)
+            yield partial(cases.test_a_path_goes_into_the_states_of_all_layers, of_kind, (3, 4, marks))
+            yield partial(cases.test_a_chain_is_read_and_taken_in, of_kind, (1, 3, marks))
+    yield partial(cases.test_pieces_of_a_chain_follow_one_another, "delta", 16)
     for order in cases.ORDERS:
         for kind in ("tree", "pieces"):
             yield partial(cases.test_inputs_are_convolved_along_their_paths, order, kind, torch.float32)
     for kind in ("path", "chain", "pieces"):
-        yield partial(cases.test_tails_end_in_the_last_inputs_taken, *cases.ORDERS["delta"], kind)
+        yield partial(cases.test_tails_end_in_the_last_inputs_taken, "delta", kind)
     for is_first in (False, True):
         yield partial(cases.test_what_heads_read_is_normed_and_gated, (1, 36, is_first), torch.float16)
 

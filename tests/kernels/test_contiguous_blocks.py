@@ -6,7 +6,7 @@ import torch
 from espalier.kernels.attention.kv_splits import BLOCKS_PER_STEP
 from espalier.kernels.ops.attention import count_contiguous_blocks
 from espalier.kernels.ops.selection import KVSplitPolicy, kv_splits
-from tests.pairwise import pairwise_params
+from tests.pairwise import in_turn_params
 
 POLICIES, PAGE_SIZES, FIRSTS = [KVSplitPolicy(3, 3), KVSplitPolicy(1, 8)], [1, 16, 48, 64], [0, 1, 130]
 LENGTHS = (0, 1, 63, 64, 65, 129, 1000, 64 * (BLOCKS_PER_STEP + 5) + 3, 5000)
@@ -25,8 +25,8 @@ def counted(splits, table, page_size, first, count, block_rows=64):
     return count(splits, table, page_size, first, block_rows)[: len(splits.used_rows)].tolist()
 
 
-@pytest.mark.parametrize(("policy", "page_size", "first"), pairwise_params(POLICIES, PAGE_SIZES, FIRSTS))
-def test_kernel_equals_reference(kernel_device, policy, page_size, first):
+@pytest.mark.parametrize(("page_size", "first", "policy"), in_turn_params(PAGE_SIZES, FIRSTS, POLICIES))
+def test_kernel_equals_reference(kernel_device, page_size, first, policy):
     length = torch.tensor(LENGTHS, device=kernel_device)
     splits = kv_splits.triton(length, first, policy)
     for seed in range(2):

@@ -151,11 +151,7 @@ def have_near_ties(scores, tolerance):
 FEW = ASKED[::4]
 
 
-KINDS = pytest.mark.parametrize("kind", ["gated", "rnn"])
-
-
-@KINDS
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("dtype", "kind"), in_turn_params([torch.float32, torch.float64], ["rnn", "gated"]))
 def test_factors_of_more_than_a_token(kernel_device, dtype, kind):
     check(kernel_device, FEW, 3, 3, 70, 70, 40, dtype, kind=kind)
 

@@ -12,7 +12,7 @@ from espalier.kernels.ops.activation import GELU_TANH, RELU2, SILU, Activation
 from espalier.kernels.ops.experts import ExpertBiases, grouped_experts
 from espalier.kernels.ops.linear import add_partial_sums
 from tests.kernels.treeing import poisoned
-from tests.pairwise import fewer, in_turn_params, product_params
+from tests.pairwise import fewer, in_turn_params, pairwise_params, product_params
 
 # float16 on a CPU: Triton's interpreter does not multiply bfloat16.
 DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float16
@@ -180,15 +180,19 @@ def test_rows_that_are_not_live_go_to_no_expert(kernel_device, live, top_k):
             assert_close(found, exact, DTYPE)
 
 
-@pytest.mark.parametrize(("rows", "experts", "top_k"), [(1, 4, 2), (9, 64, 8), (70, 4, 3), (300, 9, 5)])
-@pytest.mark.parametrize("with_live", [False, True])
-@pytest.mark.parametrize("most", [0, 100, experts_tiles.MAX_HISTOGRAM_PAIRS])
-def test_sorted_pairs(kernel_device, monkeypatch, rows, experts, top_k, with_live, most):
+@pytest.mark.parametrize(
+    ("shape", "most", "with_live"),
+    pairwise_params(
+        [(1, 4, 2), (9, 64, 8), (70, 4, 3), (300, 9, 5)], [0, 100, experts_tiles.MAX_HISTOGRAM_PAIRS], [False, True]
+    ),
+)
+def test_sorted_pairs(kernel_device, monkeypatch, shape, most, with_live):
     """By expert, and by row within an expert; each tile is inside its expert, and all pairs are in one tile each.
 
     With more than `most` pairs, a launch of its own counts them.
     """
     monkeypatch.setattr(experts_tiles, "MAX_HISTOGRAM_PAIRS", most)
+    rows, experts, top_k = shape
     ids = drawn(rows, experts, top_k, 1, 1, kernel_device)[3]
     live = torch.rand(rows, generator=torch.Generator().manual_seed(1)).to(ids.device) < 0.6 if with_live else None
     with poisoned():
@@ -216,7 +220,9 @@ def exactly_drawn(rows, experts, top_k, hidden, inner, device):
     return x, gate_up, down, ids, weights
 
 
-@pytest.mark.parametrize("shape", [(20, 8, 3, 24, 20), (70, 16, 8, 16, 12)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [pytest.param((20, 8, 3, 24, 20), marks=pytest.mark.full), (70, 16, 8, 16, 12)], ids=str
+)
 def test_a_rows_bits_do_not_depend_on_the_batch(kernel_device, shape):
     """Alone, in another order, or beside a row of NaN: the same parts, and the same bits of their sum."""
     x, gate_up, down, ids, weights = exactly_drawn(*shape, kernel_device)

@@ -11,6 +11,7 @@ from espalier.kernels.ops.experts import MAX_SHARED_ROWS, ExpertBiases, SharedEx
 from espalier.kernels.runtime.launch import Chip
 from tests.kernels.test_experts import DTYPE, PLANS, assert_close, drawn, exact_parts, exactly_drawn
 from tests.kernels.treeing import poisoned
+from tests.pairwise import in_turn_params, product_params
 
 # (rows, experts, choices, hidden size, intermediate size), pieces
 CASES = [
@@ -38,12 +39,16 @@ def exact_pieces(x, shared, inner):
     return torch.stack([F.linear(columns, weight) for columns, weight in pieces])
 
 
-@pytest.mark.parametrize("dtype", [DTYPE, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize(
-    ("shape", "pieces"), [*CASES, *(pytest.param(*case, marks=pytest.mark.gpu) for case in LARGE)], ids=str
+    ("dtype", "case"),
+    [
+        *in_turn_params([DTYPE, torch.float32, torch.float64], CASES),
+        *product_params([DTYPE, torch.float32, torch.float64], LARGE, marks=pytest.mark.gpu),
+    ],
 )
-def test_kernel_and_reference_are_the_product(kernel_device, shape, pieces, dtype):
+def test_kernel_and_reference_are_the_product(kernel_device, case, dtype):
     """Every row has weight 1 for every piece, and is in each once."""
+    shape, pieces = case
     inputs = drawn(*shape, kernel_device, dtype)
     shared = drawn_shared(pieces, *shape[3:], kernel_device, dtype)
     exact = torch.cat((exact_parts(*inputs), exact_pieces(inputs[0], shared, shape[4])))
@@ -52,8 +57,7 @@ def test_kernel_and_reference_are_the_product(kernel_device, shape, pieces, dtyp
         assert_close(grouped_experts.triton(*inputs, shared_experts=shared), exact, dtype)
 
 
-@pytest.mark.parametrize("plan", PLANS, ids=str)
-@pytest.mark.parametrize("rows", [1, 9, 16])
+@pytest.mark.parametrize(("plan", "rows"), in_turn_params(PLANS, [1, 9, 16]))
 def test_every_plan_gives_the_product(kernel_device, rows, plan):
     """With and without a sort, for rows that go to no routed expert too: the shared MLP takes every row."""
     inputs = drawn(rows, 6, 3, 48, 40, kernel_device)

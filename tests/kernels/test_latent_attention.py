@@ -25,6 +25,7 @@ from tests.kernels.attending import (
     poison_empty,
     split,
 )
+from tests.pairwise import fewer
 
 
 def latent_case(lengths, queries=1, rows=None, page_size=16, heads=4, size=80, v_size=64, **fields) -> Case:
@@ -69,17 +70,23 @@ SMALL = [
 ]
 
 
-@pytest.mark.parametrize("case", SMALL, ids=str)
+@pytest.mark.parametrize("case", fewer(SMALL, lambda case: case not in (SMALL[0], SMALL[9])), ids=str)
 def test_small_shapes(kernel_device, case):
     check(case, kernel_device)
 
 
-@pytest.mark.parametrize("case", [*SMALL[:6], SMALL[-2]], ids=str)
+@pytest.mark.parametrize(
+    "case", fewer([*SMALL[:6], SMALL[-2]], lambda case: case in (SMALL[1], SMALL[4], SMALL[-2])), ids=str
+)
 def test_committed_rows_alone(kernel_device, case):
     check(case, kernel_device, staged=False)
 
 
-@pytest.mark.parametrize("config", [TritonConfig(64, 64, 64, 8, 2), TritonConfig(32, 32, 32, 4, 2)], ids=str)
+@pytest.mark.parametrize(
+    "config",
+    fewer([TritonConfig(64, 64, 64, 8, 2), TritonConfig(32, 32, 32, 4, 2)], lambda config: config.block_m == 64),
+    ids=str,
+)
 def test_the_tiles_of_a_large_chip(kernel_device, config):
     check(latent_case((200, 3), queries=5, rows=70, heads=16), kernel_device, config=config)
 
@@ -93,7 +100,7 @@ def test_an_empty_batch_is_legal(kernel_device):
     assert out.shape == (0, 3, 4, 64) and lse.shape == (0, 3, 4)
 
 
-@pytest.mark.parametrize("case", [SMALL[3], SMALL[4]], ids=str)
+@pytest.mark.parametrize("case", fewer([SMALL[3], SMALL[4]], lambda case: case is SMALL[3]), ids=str)
 def test_bits_do_not_depend_on_the_batch(kernel_device, case):
     check_batches(case, drawn(case, kernel_device), run)
 

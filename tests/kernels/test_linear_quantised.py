@@ -70,8 +70,7 @@ def test_any_shape(kernel_device, kind, splits, shape):
     assert_is_the_product(linear_quantised.reference(x, matrix, bias), x, matrix, bias)
 
 
-@pytest.mark.parametrize("kind", ["int4-zeros", "int4-channel", "mxfp4"])
-@pytest.mark.parametrize("block_in", [256, 128, 32])
+@pytest.mark.parametrize(("kind", "block_in"), in_turn_params(["mxfp4", "int4-zeros", "int4-channel"], [256, 128, 32]))
 def test_steps_of_several_groups_that_the_columns_do_not_fill(kernel_device, kind, block_in):
     matrix, x = drawn(kind, (), 80, 1056, kernel_device), x_of(5, 1056, kernel_device)
     out = linear_quantised.triton(x, matrix, None, TritonPlan(64, block_in, 3, 4, 2))
@@ -315,8 +314,9 @@ def test_few_tiles_of_rows_leave_no_half_of_the_chip_idle(code, grouped, shape):
     assert plan_by_rule(257, *shape, code, 128, grouped, H200).splits == 1
 
 
-@pytest.mark.parametrize("kind", ["fp8-channel-inputs", "fp8-block", "int4", "mxfp4"])
-@pytest.mark.parametrize("rows", [16, 40, 200])
+@pytest.mark.parametrize(
+    ("kind", "rows"), in_turn_params(["fp8-channel-inputs", "fp8-block", "int4", "mxfp4"], [16, 40, 200])
+)
 def test_candidates_fit_the_chip_and_one_gives_the_product(kernel_device, kind, rows):
     matrix = drawn(kind, (), 96, 1024, kernel_device)
     found = candidate_plans(rows, matrix, H200)

@@ -7,6 +7,7 @@ from espalier.errors import EspalierError
 from espalier.kernels.ops.sampling import write_logprobs
 from espalier.kernels.sampling import logprobs as kernel
 from espalier.logprobs import CHOSEN, RANK, TOKEN, TOP, row_words
+from tests.pairwise import in_turn_params
 
 # Of log-probabilities up to some 20: a sum over the vocabulary in another order, and Triton's exp and log.
 TOLERANCE = {torch.float32: 2.0**-16, torch.float64: 2.0**-40}
@@ -70,11 +71,14 @@ def agree(parts, dtype, device):
         assert (ring._base[..., :OTHERS] == UNTOUCHED).all(), "columns of something else"
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("batch, width, nodes, vocab", [(1, 1, 1, 5), (3, 4, 8, 100), (2, 3, 3, 16)])
-def test_the_reference(batch, width, nodes, vocab, dtype, kernel_device):
+@pytest.mark.parametrize(
+    ("dtype", "shape"),
+    in_turn_params([torch.float32, torch.bfloat16, torch.float64], [(1, 1, 1, 5), (3, 4, 8, 100), (2, 3, 3, 16)]),
+)
+def test_the_reference(shape, dtype, kernel_device):
+    """(requests, drafted tokens, nodes, vocabulary)"""
     for seed in range(4):
-        agree(launched(batch, width, nodes, vocab, dtype, seed, kernel_device), dtype, kernel_device)
+        agree(launched(*shape, dtype, seed, kernel_device), dtype, kernel_device)
 
 
 def test_minus_infinity_and_fewer_tokens_than_wanted(kernel_device):

@@ -1,7 +1,6 @@
 """Every op: its launcher has its name and signature, a call chooses by the device, and a CPU never imports Triton."""
 
 import inspect
-import subprocess
 import sys
 from importlib import import_module
 from pkgutil import iter_modules
@@ -13,6 +12,7 @@ import espalier.kernels.ops
 from espalier.errors import EspalierError
 from espalier.kernels.runtime import op as declaring
 from espalier.kernels.runtime.op import op
+from tests import warm
 
 MODULES = [
     import_module(f"espalier.kernels.ops.{module.name}") for module in iter_modules(espalier.kernels.ops.__path__)
@@ -76,5 +76,4 @@ def test_without_triton_only_a_launch_is_refused(monkeypatch):
 
 def test_the_engine_imports_without_triton():
     """A process of its own: this one has imported Triton.  Everything but what holds kernels, and its own tools."""
-    code = "import sys; sys.modules['triton'] = None; import espalier.llm, espalier.cli.main, espalier.bench.tune"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    warm.compiler().run("tests.kernels.without_triton")

@@ -79,10 +79,10 @@ def batch_of(vocab, queries, device, seed=0, asked=ASKED):
     ("vocab", "queries", "dtype"),
     # float16 is read as bfloat16 is, and computed as float32.
     [
-        (16, 2, torch.float64),
+        (16, 1, torch.float64),
         pytest.param(150, 1, torch.float32, marks=pytest.mark.full),
         (176, 1, torch.bfloat16),
-        *(pytest.param(16, 2, dtype, marks=pytest.mark.full) for dtype in DTYPES if dtype != torch.float64),
+        *(pytest.param(16, 2, dtype, marks=pytest.mark.full) for dtype in DTYPES),
     ],
 )
 def test_every_way_to_sample(kernel_device, vocab, queries, dtype):
@@ -135,13 +135,14 @@ def test_rows_that_make_ties_and_rows_that_bisection_does_not_like(kernel_device
     agree(logits.to(kernel_device).expand(len(ASKED), 1, vocab), slots, first, offsets)
 
 
-@pytest.mark.parametrize("bad", fewer([torch.nan, torch.inf, "nothing left"], lambda bad: bad != torch.inf))
-def test_a_row_that_is_not_finite_is_told_and_its_mates_go_on(kernel_device, bad):
+@pytest.mark.parametrize("turn", fewer(range(3), lambda turn: turn == 0))
+def test_a_row_that_is_not_finite_is_told_and_its_mates_go_on(kernel_device, turn):
     vocab = 48
     slots, first, offsets = batch_of(vocab, 1, kernel_device)
     logits = random_logits(5, len(ASKED), 1, vocab).to(kernel_device)
     right = agree(logits, slots, first, offsets)
     for b in range(0, len(ASKED), 2):
+        bad = (torch.nan, torch.inf, "nothing left")[(b // 2 + turn) % 3]
         if bad == "nothing left":
             logits[b] = -torch.inf
         else:
@@ -209,9 +210,10 @@ def test_the_lowest_nan_is_picked_whatever_stands_beside_it(kernel_device, vocab
 @pytest.mark.parametrize(
     ("vocab", "shaped"),
     [
-        *((vocab, False) for vocab in (1, 7, 16, 80, 100)),
-        *((vocab, True) for vocab in (1, 7, 16, 100)),
-        pytest.param(80, True, marks=pytest.mark.full),
+        # 72 and 68: of two splits.  Rows of 16 and 72 begin at 16 bytes.
+        *((vocab, False) for vocab in (1, 7, 16, 72, 68)),
+        *((vocab, True) for vocab in (1, 7, 16, 68)),
+        *(pytest.param(vocab, shaped, marks=pytest.mark.full) for vocab in (80, 100) for shaped in (False, True)),
     ],
 )
 def test_every_id_is_found_and_the_first_where_nothing_is_left(kernel_device, vocab, shaped):
@@ -226,10 +228,10 @@ def test_rows_that_ask_for_one_thing_get_it(kernel_device):
     agree(random_logits(9, len(asked), 2, 16).to(kernel_device), slots, first, offsets)
 
 
-@pytest.mark.parametrize("plain", [pytest.param(1, marks=pytest.mark.full), 3])
-def test_one_request_far_down_has_filters(kernel_device, plain):
-    """So many rows that their filters are looked for in several turns."""
-    vocab, queries = 16, 50
+@pytest.mark.parametrize(("plain", "queries"), [pytest.param(1, 50, marks=pytest.mark.full), (13, 10)])
+def test_one_request_far_down_has_filters(kernel_device, plain, queries):
+    """So many rows that their filters are looked for in several turns; the first turn finds none."""
+    vocab = 16
     asked = (*({},) * plain, {"temperature": 1.0, "top_k": 2})
     slots, first, offsets = batch_of(vocab, queries, kernel_device, asked=asked)
     agree(random_logits(11, plain + 1, queries, vocab).to(kernel_device), slots, first, offsets)
@@ -274,20 +276,20 @@ def test_a_row_does_not_depend_on_its_batch(kernel_device):
     batched, _ = sample_triton(logits, kernel_rows(slots), first, offsets, hanging)
     for b in range(0, len(ASKED), 3):
         own, one = slice(b, b + 1), slots_of(slots.table, [b + 1])
-        for q in range(queries):
-            alone, _ = sample_triton(
-                logits[own, q : q + 1],
-                kernel_rows(one),
-                first[own],
-                offsets[own, q : q + 1],
-                (above.tokens[own], above.ancestor_bits[own, q : q + 1]),
-            )
-            assert alone[0, 0] == batched[b, q]
+        q = b % queries
+        alone, _ = sample_triton(
+            logits[own, q : q + 1],
+            kernel_rows(one),
+            first[own],
+            offsets[own, q : q + 1],
+            (above.tokens[own], above.ancestor_bits[own, q : q + 1]),
+        )
+        assert alone[0, 0] == batched[b, q]
 
 
 def test_logits_may_stand_in_wider_rows(kernel_device):
-    slots, first, offsets = batch_of(50, 2, kernel_device)
-    wide = random_logits(8, len(ASKED), 3, 64).to(kernel_device)
+    slots, first, offsets = batch_of(50, 2, kernel_device, asked=ASKED[1::3])
+    wide = random_logits(8, len(offsets), 3, 64).to(kernel_device)
     wide[..., 50:] = torch.nan
     agree(wide[:, 1:, :50], slots, first, offsets)
 

@@ -9,6 +9,7 @@ from espalier.errors import EspalierError
 from espalier.kernels.attention.ancestor_bits import unpack_bits
 from espalier.kernels.ops.tree import VOID, select_tree
 from tests.kernels.treeing import poisoned, random_pool, same
+from tests.pairwise import fewer
 
 
 def selected_by_lists(root, tokens, scores, beams, topk, nodes):
@@ -97,7 +98,9 @@ def check(device, batch, topk, steps, nodes):
         same(of_levels, tree._make(value.cpu() for value in tree))
 
 
-@pytest.mark.parametrize("batch,topk,steps,nodes", SMALL)
+@pytest.mark.parametrize(
+    "batch,topk,steps,nodes", fewer(SMALL, lambda *size: size not in ((2, 2, 3, 7), (1, 8, 2, 65)))
+)
 def test_kernel_is_the_reference(kernel_device, batch, topk, steps, nodes):
     check(kernel_device, batch, topk, steps, nodes)
 

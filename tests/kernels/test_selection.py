@@ -26,7 +26,7 @@ from espalier.kernels.ops.selection import (
     select_rows,
 )
 from espalier.kernels.runtime.launch import Chip, next_power_of_2
-from tests.pairwise import fewer
+from tests.pairwise import in_turn_params
 
 # Relative to the largest value: products of the dtype's values, summed in float32.
 SCORE_TOLERANCE = 1e-5
@@ -72,8 +72,7 @@ SHAPES = [
 
 
 # The interpreter's products have no bfloat16.
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("shape", "dtype"), in_turn_params(SHAPES, [torch.float32, torch.float16]))
 def test_scores(kernel_device, shape, dtype):
     page_size, columns, lengths, first, queries, staged, heads, size = shape
     generator, batch = torch.Generator().manual_seed(5), len(lengths)
@@ -171,8 +170,7 @@ DRAWN: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("drawn", DRAWN)
-@pytest.mark.parametrize("topk", fewer([1, 5, 100], lambda topk: topk != 1))
+@pytest.mark.parametrize(("drawn", "topk"), in_turn_params(list(DRAWN), [5, 100, 1]))
 def test_selections(kernel_device, topk, drawn, monkeypatch):
     """Groups and rows in several chunks, and lengths around topk; what lies past a length is never chosen."""
     monkeypatch.setattr("espalier.kernels.attention.select_rows.SCORES_PER_CHUNK", 512)

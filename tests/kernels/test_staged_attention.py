@@ -8,6 +8,7 @@ import torch
 from espalier.kernels.ops.attention import AttentionInputs, empty_prefix, merge_results, staged_attention
 from espalier.kernels.ops.selection import kv_splits
 from tests.kernels.attending import LSE_TOLERANCE, TOLERANCE, Case, doubled, draw, expected, run
+from tests.pairwise import fewer
 
 CASES = [
     Case((17, 0, 300), queries=3),
@@ -49,7 +50,7 @@ def test_no_prefix_equals_splits_of_empty_requests(kernel_device):
     assert torch.equal(splits.table, expected_splits.table) and torch.equal(splits.starts, expected_splits.starts)
 
 
-@cases
+@pytest.mark.parametrize("case", fewer(CASES, lambda case: case not in (CASES[0], CASES[4])), ids=str)
 @pytest.mark.parametrize("sink", [pytest.param(False, marks=pytest.mark.full), True])
 def test_merged_parts_equal_the_fused_kernel(case, sink, kernel_device):
     inputs = draw(replace(case, sink=sink), kernel_device)

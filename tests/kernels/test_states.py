@@ -32,17 +32,18 @@ from espalier.kernels.ops.states import (
     tree_outputs,
 )
 from tests.interpreter import run_programs_in_reverse
-from tests.pairwise import pairwise_params
+from tests.pairwise import fewer, in_turn_params, pairwise_params, product_params
 
 CLOSE = 1e-5
 # Sizes that fill no block, and heads of keys that serve several heads.
 DELTA = RecurrentState(taps=4, heads=4, k_heads=2, k_size=20, v_size=36)
 ADDED = RecurrentState(taps=3, heads=2, k_heads=1, k_size=16, v_size=8, delta=False, units=False)
-PUBLISHED = [
-    RecurrentState(taps=4, heads=2, k_heads=1, k_size=128, v_size=128),
-    RecurrentState(taps=4, heads=2, k_heads=1, k_size=128, v_size=64, delta=False, units=False),
-]
+PUBLISHED = {
+    "delta": RecurrentState(taps=4, heads=2, k_heads=1, k_size=128, v_size=128),
+    "added": RecurrentState(taps=4, heads=2, k_heads=1, k_size=128, v_size=64, delta=False, units=False),
+}
 kinds = pytest.mark.parametrize("keeps", [DELTA, ADDED], ids=["delta", "added"])
+KINDS = {"delta": DELTA, "added": ADDED}
 ROWS = 7
 
 
@@ -97,9 +98,11 @@ def assert_close(got: Tensor, expected: Tensor, close: float = CLOSE) -> None:
     assert (got.double() - expected).abs().max() <= close * max(float(expected.abs().max()), 1.0)
 
 
-@kinds
-@pytest.mark.parametrize(("batch", "nodes"), [(5, 1), (4, 2), (3, 4), (1, 8), (2, 16), (1, 33), (2, 64)])
-def test_a_node_reads_the_state_of_its_parent(keeps, batch, nodes, kernel_device):
+@pytest.mark.parametrize(
+    ("kind", "shape"), in_turn_params(list(KINDS), [(5, 1), (4, 2), (3, 4), (1, 8), (2, 16), (1, 33), (2, 64)])
+)
+def test_a_node_reads_the_state_of_its_parent(kind, shape, kernel_device):
+    keeps, (batch, nodes) = KINDS[kind], shape
     drawn = Drawn(batch * nodes, kernel_device)
     q, rows = drawn.rows(keeps, batch, nodes)
     _, bits = drawn.tree(batch, nodes)
@@ -110,11 +113,10 @@ def test_a_node_reads_the_state_of_its_parent(keeps, batch, nodes, kernel_device
     assert_close(out, tree_outputs.reference(*exact((q, rows, state, bits, skip)), keeps.delta))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("keeps", PUBLISHED, ids=["delta", "added"])
-def test_heads_have_published_sizes(keeps, dtype, kernel_device):
+@pytest.mark.parametrize(("kind", "dtype"), in_turn_params(list(PUBLISHED), [torch.bfloat16, torch.float32]))
+def test_heads_have_published_sizes(kind, dtype, kernel_device):
     """Trees that fill one warpgroup of Hopper or less, and a chain.  A model in 16 bits has operands in 16 bits."""
-    drawn, close = Drawn(8, kernel_device), CLOSE if dtype == torch.float32 else 1e-2
+    keeps, drawn, close = PUBLISHED[kind], Drawn(8, kernel_device), CLOSE if dtype == torch.float32 else 1e-2
     state = SlotStates(drawn.state(keeps, ROWS + 1), drawn.slots(1))
     for nodes in (1, 3, 24, 64):
         q, rows = drawn.rows(keeps, 1, nodes)
@@ -163,10 +165,10 @@ def path_of(drawn: Drawn, batch: int, width: int, source: Tensor | None, marks: 
     return PathRows(slots, source, count, marked, mark_row, None, None, width, ROWS)
 
 
-@kinds
-@pytest.mark.parametrize(("batch", "width", "marks"), [(1, 1, True), (3, 4, False), (5, 6, True)])
-def test_a_path_goes_into_the_states_of_all_layers(keeps, batch, width, marks, kernel_device):
+@pytest.mark.parametrize(("kind", "path"), in_turn_params(list(KINDS), [(5, 6, True), (3, 4, False), (1, 1, True)]))
+def test_a_path_goes_into_the_states_of_all_layers(kind, path, kernel_device):
     """Rows that are not taken are no numbers; nor is what unused slots hold."""
+    keeps, (batch, width, marks) = KINDS[kind], path
     drawn, layers, staged = Drawn(batch, kernel_device), 2, 5 * width
     _, rows = drawn.rows(keeps, layers, staged)
     source = torch.stack([5 * torch.randperm(width, generator=drawn.generator) for _ in range(batch)])
@@ -209,9 +211,9 @@ def test_a_state_does_not_depend_on_how_a_text_was_cut(keeps, kernel_device):
 CHAINS = [(2, 1, False), (1, 64, True), (3, 70, False), (2, 130, True)]
 
 
-@kinds
-@pytest.mark.parametrize(("batch", "width", "marks"), CHAINS)
-def test_a_chain_is_read_and_taken_in(keeps, batch, width, marks, kernel_device):
+@pytest.mark.parametrize(("kind", "chain"), in_turn_params(list(KINDS), CHAINS))
+def test_a_chain_is_read_and_taken_in(kind, chain, kernel_device):
+    keeps, (batch, width, marks) = KINDS[kind], chain
     drawn = Drawn(batch * width, kernel_device)
     q, rows = drawn.rows(keeps, batch, width)
     path, skip = path_of(drawn, batch, width, None, marks), drawn(keeps.heads)
@@ -219,10 +221,10 @@ def test_a_chain_is_read_and_taken_in(keeps, batch, width, marks, kernel_device)
     hold_chain(keeps, q, rows, path, table, skip)
 
 
-@kinds
-@pytest.mark.parametrize("width", [16, 70])
-def test_pieces_of_a_chain_follow_one_another(keeps, width, kernel_device):
+@pytest.mark.parametrize(("kind", "width"), in_turn_params(list(KINDS), [70, 16]))
+def test_pieces_of_a_chain_follow_one_another(kind, width, kernel_device):
     """Of the first request three pieces, of which the last has few rows; of the second two, of which one has none."""
+    keeps = KINDS[kind]
     drawn = Drawn(width, kernel_device)
     q, rows = drawn.rows(keeps, 6, width)
     slots, count = torch.tensor([3, 3, 3, 2, 2, 0]), torch.tensor([width, width, 5, width - 3, 0, 0])
@@ -266,11 +268,22 @@ ORDERS = {
     "added": (ADDED, ADDED.columns._replace(q_column=32, k_column=16, v_column=0), False),
     "convolution": (RecurrentState(taps=3, conv_channels=150), RecurrentState(taps=3, conv_channels=150).columns, True),
 }
+CONVOLVED = [
+    ("delta", "tree", torch.float32),
+    ("delta", "pieces", torch.float16),
+    ("grouped", "chain", torch.float16),
+    ("added", "pieces", torch.float32),
+    ("added", "tree", torch.float16),
+    ("convolution", "chain", torch.float32),
+]
 
 
 @pytest.mark.parametrize(
     ("order", "kind", "dtype"),
-    pairwise_params(list(ORDERS), ["tree", "chain", "pieces"], [torch.float32, torch.float16]),
+    fewer(
+        product_params(list(ORDERS), ["tree", "chain", "pieces"], [torch.float32, torch.float16]),
+        lambda *cell: cell in CONVOLVED,
+    ),
 )
 def test_inputs_are_convolved_along_their_paths(order, kind, dtype, kernel_device):
     keeps, columns, bias = ORDERS[order]
@@ -330,9 +343,9 @@ def room(keeps: RecurrentState, rows: int, inputs: Tensor, cast) -> PreparedRows
     return PreparedRows(q, empty(*k_shape, dtype=single), empty(keeps.heads, keeps.v_size), gates, ordered)
 
 
-@pytest.mark.parametrize(("keeps", "columns", "bias"), ORDERS.values(), ids=ORDERS)
-@pytest.mark.parametrize("kind", ["path", "chain", "pieces"])
-def test_tails_end_in_the_last_inputs_taken(keeps, columns, bias, kind, kernel_device):
+@pytest.mark.parametrize(("order", "kind"), in_turn_params(list(ORDERS), ["path", "chain", "pieces"]))
+def test_tails_end_in_the_last_inputs_taken(order, kind, kernel_device):
+    keeps, columns, _ = ORDERS[order]
     drawn, layers, width = Drawn(6, kernel_device), 2, 6
     inputs, tail = drawn(layers, 4 * width, 390), drawn(layers, ROWS + 1, keeps.taps - 1, keeps.channels)
     source = drawn.integers(4 * width, 4, width) if kind == "path" else None
@@ -376,9 +389,9 @@ def test_what_heads_read_is_normed_and_gated(gate, dtype, kernel_device):
     assert_close(out, expected, CLOSE if dtype == torch.float32 else 3e-3)
 
 
-@pytest.mark.parametrize("is_first", [False, True])
-@pytest.mark.parametrize("static", [False, True])
-@pytest.mark.parametrize("is_whole", [False, True])
+@pytest.mark.parametrize(
+    ("is_first", "static", "is_whole"), pairwise_params([False, True], [False, True], [False, True])
+)
 def test_what_is_normed_and_gated_is_also_rounded(is_first, static, is_whole, kernel_device):
     """As by a launch of its own, to the bit, with a scale for each group or for the whole row."""
     drawn, size, groups = Drawn(9, kernel_device), 32, 6 if is_whole else 4

@@ -13,6 +13,7 @@ from espalier.kernels.ops.attention import AttentionInputs, Nodes, Prefix
 from espalier.kernels.ops.selection import KVSplitPolicy, kv_splits
 from espalier.kernels.runtime.launch import Chip
 from tests.kernels.attending import Case, check, check_batches, check_more_words, draw, expected, only, run
+from tests.pairwise import fewer, in_turn_params
 
 # bfloat16 only beside FP8 rows, with which it becomes float16: Triton's interpreter multiplies its bits as integers.
 SMALL = [
@@ -45,12 +46,20 @@ SMALL = [
 ]
 
 
-@pytest.mark.parametrize("case", SMALL, ids=str)
+# What distinguishes these five, others have too, but each with something else.
+@pytest.mark.parametrize("case", fewer(SMALL, lambda case: SMALL.index(case) not in (1, 4, 10, 13, 14)), ids=str)
 def test_small_shapes(kernel_device, case):
     check(case, kernel_device)
 
 
-@pytest.mark.parametrize("case", [*SMALL[:8], replace(SMALL[3], sink=True), *SMALL[16:20]], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    fewer(
+        [*SMALL[:8], replace(SMALL[3], sink=True), *SMALL[16:20]],
+        lambda case: case in (SMALL[1], SMALL[7], SMALL[16], SMALL[18]) or (case.sink and case.first),
+    ),
+    ids=str,
+)
 def test_committed_rows_alone(kernel_device, case):
     """Without staged rows; an empty request gives zeros and lse -inf."""
     check(case, kernel_device, staged=False)
@@ -69,10 +78,13 @@ def test_tiles_can_divide_the_heads_of_a_query(kernel_device):
     check(Case((40, 3), queries=3, rows=5, heads=24, kv_heads=1), kernel_device)
 
 
-@pytest.mark.parametrize("max_splits", [1, 4])
-@pytest.mark.parametrize(("dtype", "fp8"), [(torch.float16, False), (torch.bfloat16, True), (torch.float32, False)])
-def test_many_rows_of_little_weight_count(kernel_device, dtype, fp8, max_splits):
+@pytest.mark.parametrize(
+    ("rows", "max_splits"),
+    in_turn_params([(torch.float16, False), (torch.bfloat16, True), (torch.float32, False)], [4, 1]),
+)
+def test_many_rows_of_little_weight_count(kernel_device, rows, max_splits):
     """Each row but one has less weight than float16 can say, if the largest weight is one."""
+    dtype, fp8 = rows
     inputs = draw(Case((600,), page_size=16, dtype=dtype, fp8=fp8), kernel_device)
     (k, v), scales = inputs.pages, inputs.kv_scales
     position = torch.arange(600, device=kernel_device)
