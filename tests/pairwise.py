@@ -88,15 +88,6 @@ def fewest_params(cells: Sequence[Mapping[str, Any]]) -> list[Any]:
 
     For the array of what another test's array covers pair by pair.
     """
-    kept = fewest(cells)
-    return [
-        pytest.param(cell, marks=() if i in kept else pytest.mark.full, id=cell_id(list(cell.values())))
-        for i, cell in enumerate(cells)
-    ]
-
-
-def fewest(cells: Sequence[Mapping[str, Any]]) -> set[int]:
-    """Places of cells that together hold every value of every factor.  Greedy."""
     missing = {(name, str(value)) for cell in cells for name, value in cell.items()}
     kept = set()
     while missing:
@@ -104,7 +95,10 @@ def fewest(cells: Sequence[Mapping[str, Any]]) -> set[int]:
         at = max(range(len(cells)), key=lambda i: len(held[i]))
         kept.add(at)
         missing -= held[at]
-    return kept
+    return [
+        pytest.param(cell, marks=() if i in kept else pytest.mark.full, id=cell_id(list(cell.values())))
+        for i, cell in enumerate(cells)
+    ]
 
 
 def fewer(cases: Iterable[Any], is_usual: Callable[..., bool]) -> list[Any]:

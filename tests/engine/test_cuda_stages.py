@@ -33,12 +33,12 @@ GRAPHS, EAGER = 3, 0
         pytest.param("eagle3", 0.0, GRAPHS, True, "most", marks=pytest.mark.full),
         pytest.param("eagle3", 1.2, GRAPHS, True, "all", marks=pytest.mark.full),
         pytest.param("eagle3", 1.2, GRAPHS, False, "most", marks=pytest.mark.full),
-        pytest.param("eagle3", 1.2, EAGER, True, "all", marks=pytest.mark.full),
+        ("eagle3", 1.2, EAGER, True, "all"),
         # The draft does not ask: most requests of a batch have no grammar.
         ("eagle3", 1.2, GRAPHS, True, "one"),
         ("ngram", 1.2, GRAPHS, True, "all"),
         # On a CPU the trees of block drafts are selected on the host, which no graph repeats.
-        pytest.param("dflash", 1.2, EAGER, True, "all", marks=pytest.mark.full),
+        ("dflash", 1.2, EAGER, True, "all"),
         ("dspark", 0.0, EAGER, True, "most"),
         ("peagle", 1.2, EAGER, True, "all"),
     ],

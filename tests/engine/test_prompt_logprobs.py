@@ -28,9 +28,6 @@ WISH = SamplingParams(temperature=0.0, max_tokens=5, prompt_logprobs=3)
 # Longest first: what is narrower joins its passes.
 LENGTHS = (41, 33, 16, 17, 2, 1, 8)
 each_loop = pytest.mark.parametrize("overlap", [False, True], ids=["lockstep", "overlap"])
-in_overlap = pytest.mark.parametrize(
-    "overlap", [pytest.param(False, marks=pytest.mark.full), True], ids=["lockstep", "overlap"]
-)
 
 
 @cache
@@ -331,7 +328,7 @@ def test_no_tokens_at_all(overlap: bool) -> None:
     assert len(beside.output) == 9
 
 
-@in_overlap
+@each_loop
 def test_they_come_once_with_the_first_token(overlap: bool) -> None:
     requests = wishing(14)
     pieces = pieces_of(replace(SETUP, overlap=overlap).engine(), requests)

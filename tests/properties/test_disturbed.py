@@ -15,9 +15,7 @@ from tests.properties.layouts import reference_of
 from tests.properties.watch import Watch, run_watched
 
 SETUP = Setup(steps=3, topk=2, num_draft_tokens=9, page_size=2, max_batch=3, max_context=64, chunk_size=16)
-loops = pytest.mark.parametrize(
-    "overlap", [pytest.param(False, marks=pytest.mark.full), True], ids=["lock-step", "overlap"]
-)
+loops = pytest.mark.parametrize("overlap", [False, True], ids=["lock-step", "overlap"])
 ALGORITHMS = ["eagle3", "ngram"]
 pages_and_loops_in_turn = pytest.mark.parametrize(
     ("page_size", "overlap"), fewer(in_turn_params([1, 2, 3], [True, False]), lambda page_size, _: page_size == 3)
@@ -70,15 +68,17 @@ def test_a_shared_page_is_never_written_not_even_what_it_holds(page_size, overla
     assert sum(r.cached_tokens for r in hits) > 0
 
 
-# With states, test_states.py has it and preemption by default.
+# With states, test_states.py has it by default.
 @pytest.mark.full
 @pytest.mark.parametrize("overlap", [False, True])
 def test_pages_without_draft_rows_serve_no_draft(overlap):
     scenarios.opt_out(watched, replace(SETUP, overlap=overlap))
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(("algorithm", "overlap"), in_turn_params(ALGORITHMS, [False, True]))
+@pytest.mark.parametrize(
+    ("algorithm", "overlap"),
+    fewer(in_turn_params(ALGORITHMS, [False, True]), lambda algorithm, _: algorithm == "eagle3"),
+)
 def test_preempted_requests_are_as_if_undisturbed(algorithm, overlap):
     setup = replace(SETUP, algorithm=algorithm, overlap=overlap, num_pages=26, max_context=40)
     watch = watched(setup)

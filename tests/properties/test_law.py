@@ -31,8 +31,7 @@ STYLES: dict[str, dict[str, Any]] = {
 }
 
 
-# Filters and penalties each have plain decoding's tokens in test_tokens.py.
-USUAL = (("filtered", "eagle3"), ("penalised", "ngram"))
+USUAL = (("sampled", "eagle3"), ("filtered", "eagle3"), ("penalised", "ngram"))
 
 
 def dataset_of_flags(style: dict[str, Any]) -> SamplingParams:

@@ -4,7 +4,6 @@ from itertools import combinations, product
 
 import pytest
 
-from tests.pairwise import fewest
 from tests.properties.layouts import (
     AROUND,
     AROUND_NGRAM,
@@ -27,18 +26,11 @@ from tests.properties.layouts import (
 from tests.properties.summary import CELL, REFUSED
 from tests.properties.watch import Watch, run_watched
 
-FEW = pairwise_cells(FEW_LAYOUTS)
-# The target's pass does not know who proposed its tree: with n-grams every value, with EAGLE-3 every pair of them.
-BY_NGRAM = [cell for cell in FEW if cell.algorithm == "ngram"]
-FEW_BY_NGRAM = [BY_NGRAM[at] for at in sorted(fewest([vars(cell) for cell in BY_NGRAM]))]
-# Heads of different sizes and K as V; rows of earlier layers.  tests/models has soft-caps and a Gemma's experts.
-SOME_GEMMAS = [cell for cell in gemma_cells()[:4] if cell.keeps in ("gemma4", "gemma4_e")]
-# Of the hosted ones: one that has no native family, with windows.
-SOME_HOSTED = [cell for cell in one_a_hosted_family() if cell.hosted == "starcoder2"]
-FEW_BY_EAGLE3 = [cell for cell in FEW if cell.algorithm == "eagle3"]
-DEFAULT = list(dict.fromkeys([*FEW_BY_EAGLE3, *FEW_BY_NGRAM, *SOME_GEMMAS, *family_cells()[:1], *SOME_HOSTED]))
+# Of the hosted ones: windows and scaled embeddings, and one that has no native family.
+SOME_HOSTED = [cell for cell in one_a_hosted_family() if cell.hosted in ("gemma3", "starcoder2")]
+DEFAULT = list(dict.fromkeys([*pairwise_cells(FEW_LAYOUTS), *gemma_cells()[:4], *family_cells()[:1], *SOME_HOSTED]))
 ALL_FAMILIES = [*family_cells(), *gemma_cells(), *one_a_hosted_family(), *hosted_cells(LAYOUTS)]
-MORE = [*FEW, *pairwise_cells(ARRAY_LAYOUTS), *pairwise_cells(LAYOUTS), *all_cells(), *latent_cells(), *ALL_FAMILIES]
+MORE = [*pairwise_cells(ARRAY_LAYOUTS), *pairwise_cells(LAYOUTS), *all_cells(), *latent_cells(), *ALL_FAMILIES]
 FULL = [cell for cell in dict.fromkeys(MORE) if cell not in DEFAULT]
 
 

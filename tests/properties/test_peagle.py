@@ -21,8 +21,8 @@ from tests.properties.watch import Watch, run_watched
 
 # Every value of the product that the issue names once.
 CELLS: Sequence[dict[str, Any]] = (
-    {"steps": 2, "nodes": 6, "page_size": 1, "family": "llama", "attention": "reference"},
-    {"steps": 5, "nodes": 33, "page_size": 16, "family": "deepseek_v3", "overlap": True},
+    {"steps": 2, "nodes": 6, "page_size": 16, "family": "deepseek_v3", "overlap": True},
+    {"steps": 5, "nodes": 33, "page_size": 1, "family": "llama", "attention": "reference"},
     {"steps": 8, "nodes": 256, "page_size": 64, "family": "llama", "topk": 8},
     {"steps": 15, "nodes": 33, "page_size": 256, "family": "deepseek_v3", "overlap": True},
 )
@@ -46,7 +46,7 @@ def run_cell(cell: Mapping[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "cell", fewer(CELLS, lambda cell: cell["steps"] in (2, 15)), ids=lambda cell: "-".join(map(str, cell.values()))
+    "cell", fewer(CELLS, lambda cell: cell["steps"] != 8), ids=lambda cell: "-".join(map(str, cell.values()))
 )
 def test_every_property_holds(cell):
     run_cell(cell)

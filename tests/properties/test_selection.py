@@ -52,22 +52,7 @@ def cell_setup(cell: Mapping[str, Any]) -> tuple[Setup, list[Request]]:
 
 # One row a page and many, all rows chosen and few; the trees between are in the whole product.
 ARRAY = {"chosen": (1, 8), "tree": (TREES[0], TREES[2]), "page_size": (1, 64)}
-PAIRS = pairwise({**PRODUCT, **AROUND, **ARRAY}, lambda cell: False)
-SHARING = {"family": "glm_moe_dsa", "chosen": 1, "algorithm": "eagle3", "tree": TREES[0], "page_size": 1}
-# First two that hold every value.
-CELLS = [
-    {**SHARING, "overlap": False, "attention": "sdpa"},
-    {
-        "family": "deepseek_v32",
-        "chosen": 8,
-        "algorithm": "mtp",
-        "tree": TREES[2],
-        "page_size": 64,
-        "overlap": True,
-        "attention": "reference",
-    },
-]
-CELLS += [cell for cell in PAIRS if cell not in CELLS]
+CELLS = pairwise({**PRODUCT, **AROUND, **ARRAY}, lambda cell: False)
 
 
 # Pairs of sizes, and of what is around, meet in test_layouts.py.
