@@ -88,8 +88,8 @@ def check(kernel_device: torch.device, form: str, monkeypatch: pytest.MonkeyPatc
     assert torch.allclose(tree.scores.cpu(), expected.scores, rtol=1e-3, atol=1e-3)
 
 
-# With edges of tokens and of paths; the other forms differ in what plain torch and the kernels share.
-OF_KERNELS = ("dspark", "rnn")
+# Without and with edges, and with edges of paths; the other forms differ in what plain torch and the kernels share.
+OF_KERNELS = ("dflash", "dspark", "rnn")
 
 
 @pytest.mark.parametrize(
