@@ -31,7 +31,7 @@ def two_turns(engine: Engine) -> list[list[int]]:
 
 
 def asked(index: int, prompt: list[int]) -> Request:
-    return request(index, prompt, SamplingParams(temperature=(0.0, 1.2, 6.0)[index % 3], max_tokens=9))
+    return request(index, prompt, SamplingParams(temperature=(0.0, 1.2, 6.0)[index % 3], max_tokens=6))
 
 
 @pytest.mark.parametrize(

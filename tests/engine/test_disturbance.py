@@ -47,11 +47,19 @@ some_trees = pytest.mark.parametrize(
 )
 
 
+# Who proposes is not known where results are late and prompts are cut: one with a draft's rows.
+one_tree = pytest.mark.parametrize(
+    "tree", fewer([pytest.param(t, id=i) for t, i in zip(TREES, TREE_IDS, strict=True)], lambda tree: tree is TREES[5])
+)
+
+
 def trees_in_turn(*factors: list[bool]) -> list:
     return fewer(in_turn_params(TREE_IDS, *factors), lambda tree, *_: tree in FEW_TREES)
 
 
-each_loop = pytest.mark.parametrize("overlap", [False, True], ids=["lockstep", "overlap"])
+in_overlap = pytest.mark.parametrize(
+    "overlap", [pytest.param(False, marks=pytest.mark.full), True], ids=["lockstep", "overlap"]
+)
 
 
 def named(tree: str) -> Setup:
@@ -72,7 +80,7 @@ def all_undisturbed(setup: Setup, requests: list[Request]) -> None:
         assert r.from_draft == said.from_draft
 
 
-@some_trees
+@one_tree
 def test_batch_of_many_equals_each_alone_in_either_loop_whoever_is_late(tree: Setup) -> None:
     """Arrivals are ragged, so that every round has another membership.  The worker and the host sleep at random; with
     overlap stops are read a round late, and that round is thrown away."""
@@ -142,7 +150,7 @@ def test_mates_that_are_aborted(tree: str, overlap: bool) -> None:
             assert r.error is None
 
 
-@some_trees
+@one_tree
 def test_chunked_equals_whole(tree: Setup) -> None:
     """The longest chunks and the shortest, for every length around a chunk's and a page's end."""
     lengths = (1, 15, 16, 17, 32, 33, 40, 41, 65)
@@ -153,10 +161,10 @@ def test_chunked_equals_whole(tree: Setup) -> None:
         all_undisturbed(tree, requests)
 
 
-@each_loop
+@in_overlap
 def test_a_request_that_arrives_as_another_ends(overlap: bool) -> None:
     """A slot is handed on in the very step that frees it, while a round of its last owner is still in flight."""
     setup = Setup(page_size=2, max_batch=1, overlap=overlap, num_pages=60)
-    requests = [request(i, p, replace(GREEDY, max_tokens=1 + i % 5)) for i, p in enumerate(prompts(6, (5,) * 15))]
+    requests = [request(i, p, replace(GREEDY, max_tokens=1 + i % 5)) for i, p in enumerate(prompts(6, (5,) * 10))]
     run_watched(setup.engine(), [(0, r) for r in requests])
     all_undisturbed(setup, requests)

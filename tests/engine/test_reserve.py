@@ -12,6 +12,7 @@ from tests.engine.test_disturbance import all_undisturbed
 from tests.engine.traffic import pages_beyond
 from tests.harness import Setup, prompts, request
 from tests.pages import check_pages
+from tests.pairwise import in_turn_params
 
 BIG = Setup(
     page_size=256, topk=8, steps=5, num_draft_tokens=64, max_batch=8, max_context=1024, chunk_size=512, num_pages=33
@@ -39,7 +40,7 @@ def largest_excess(engine: Engine, requests: list[Request]) -> int:
     return max(excess)
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["lockstep", "overlap"])
+@pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.full), True], ids=["lockstep", "overlap"])
 def test_mixed_requests_at_page_256(overlap: bool) -> None:
     setup = Setup(**{**vars(BIG), "overlap": overlap})
     requests = mixed(20, 300, 8)
@@ -47,8 +48,7 @@ def test_mixed_requests_at_page_256(overlap: bool) -> None:
     all_undisturbed(setup, requests[::5])
 
 
-@pytest.mark.parametrize("page_size", [1, 3, 16, 256])
-@pytest.mark.parametrize("overlap", [False, True], ids=["lockstep", "overlap"])
+@pytest.mark.parametrize(("page_size", "overlap"), in_turn_params([1, 3, 16, 256], [False, True]))
 def test_mixed_requests_at_any_page_size(page_size: int, overlap: bool) -> None:
     """Over a device of symbols, which accepts any number of tokens a round."""
     layout = Setup(**{**vars(BIG), "page_size": page_size}).layout

@@ -131,7 +131,7 @@ class Simulation:
 
 
 SHARED, FOUND = {"shared": 0.4}, {"found": 0.9}
-SIMULATIONS = [(0.1, {}, (1, 31, 96)), (0.4, SHARED, (3, 16, 31)), (0.9, {}, (1, 8, 64)), (0.6, FOUND, (1, 8))]
+SIMULATIONS = [(0.1, {}, (1, 96)), (0.4, SHARED, (3, 31)), (0.9, {}, (1, 64)), (0.6, FOUND, (8,))]
 
 
 @pytest.mark.parametrize(("level", "more", "batches"), SIMULATIONS)

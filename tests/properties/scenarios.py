@@ -28,7 +28,8 @@ def hit_every_length(watched: Watched[Some], setup: Some) -> None:
     watch = watched(setup)
     trunk = prompts(29, [11])[0]
     branches = [[*trunk[:kept], (trunk[kept] + 1) % 16, *trunk[kept + 1 :]] for kept in range(len(trunk))]
-    requests = [asked(i, prompt) for i, prompt in enumerate([trunk, *branches, trunk, trunk[:4], trunk[:2]])]
+    ends = [trunk, *branches, trunk, trunk[:4], trunk[:2]]
+    requests = [asked(i, prompt, max_tokens=4) for i, prompt in enumerate(ends)]
     run_watched(watch, requests[:1], last=False)
     run_watched(watch, requests[1:])
     assert sum(r.cached_tokens for r in requests) >= 9

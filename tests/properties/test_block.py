@@ -128,7 +128,7 @@ def test_preempted_requests_are_as_if_undisturbed(form):
     scenarios.preempt(watched, replace(SMALL, form=form))
 
 
-@some_forms
+@pytest.mark.parametrize("form", fewer(FORMS, lambda form: form in ("dspark", "dflash2")))
 def test_a_tree_a_batch(form):
     """Fewer steps than the block proposes, and none."""
     scenarios.tree_a_batch(watched, replace(SMALL, form=form), TreeShape(2, 2, 5))

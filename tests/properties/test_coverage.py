@@ -31,7 +31,7 @@ def test_every_depth_and_rank_is_accepted(steps, topk, put_on_record):
     watch = Watch(setup.engine(), "eagle3", reference_of(setup), {TOKENS})
     traffic = [
         request(i, prompt, SamplingParams(temperature=LOUD if i % 2 else LOW, max_tokens=36))
-        for i, prompt in enumerate(prompts(3, [6] * 12))
+        for i, prompt in enumerate(prompts(3, [6] * 8))
     ]
     put_on_record(COVERAGE, run_watched(watch, traffic))
     assert set(watch.coverage.depths) == set(range(1, steps + 1))

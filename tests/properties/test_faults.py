@@ -157,13 +157,13 @@ ALSO_OF_OTHER_DRAFTS = (
 
 
 SETUPS = {
-    "fp8": IN_FP8,
-    "latent": LATENT,
     "own text": OWN_TEXT,
-    # Theirs hold in test_mtp.py, test_shared_rows.py, test_block.py, test_states.py and test_selection.py too.
+    # Theirs hold in the files of their layouts too: test_layouts.py, test_mtp.py, test_block.py and others.
     **{
         name: pytest.param(setup, marks=pytest.mark.full)
         for name, setup in {
+            "fp8": IN_FP8,
+            "latent": LATENT,
             "chain": CHAIN,
             "target": READS_TARGET,
             "shared": SHARED,
@@ -241,12 +241,12 @@ HARMLESS: tuple[tuple[tuple[str, ...], Setup], ...] = (
 )
 
 
-LIKE_OTHERS = ("packed-stride", "table-column-off", "state-of-wrong-path")
+LIKE_OTHERS = ("packed-stride", "table-column-off", "edge-of-wrong-parent", "state-of-wrong-path", "v-scaled-twice")
 
 
 @pytest.mark.parametrize(
     ("names", "setup"),
-    # One of layouts, one of block drafts, one of FP8, and all the others at once.
+    # One of layouts, and all the others at once.
     [pytest.param(*each, marks=pytest.mark.full if each[0][0] in LIKE_OTHERS else ()) for each in HARMLESS],
     ids=[",".join(names) for names, _ in HARMLESS],
 )

@@ -31,8 +31,10 @@ FEW_EXPERTS = (("fp8-channel-token", "qwen3_moe"),)
 LIKE_AWQ = tuple((kind, "llama") for kind in WEIGHTS_ONLY if kind != "awq")
 # Inputs are rounded by tensor, by token and by block; these differ in how scales are stored.
 LIKE_OTHERS = tuple((kind, "llama") for kind in ("fp8-mistral", "fp8-block-32", "fp8-tensor"))
-# Of each way to store codes one; tests/models/test_quantised.py has every format's matrices.
-FEW_WEIGHTS_ONLY = ("fp8-channel-weights", "gptq", "packed-group", "nvfp4")
+# Rounded as the inputs of a target with experts and dense layers are, which stays.
+LIKE_EXPERTS = (("fp8-channel-token", "llama"), ("fp8-block", "llama"))
+# Whole numbers and floats; tests/models/test_quantised.py has every format's matrices.
+FEW_WEIGHTS_ONLY = ("gptq", "nvfp4")
 TARGETS = (*DENSE_TARGETS, *EXPERTS, ("mxfp4", "gpt_oss"), ("fp8-block", "deepseek_v3"))
 FAMILY_FIELDS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"moe_intermediate_size": 32, "mlp_only_layers": [1]},
@@ -111,7 +113,7 @@ TREES = ({"topk": 1, "num_draft_tokens": 5}, {"topk": 4, "num_draft_tokens": 16}
         pytest.param(
             *target,
             marks=pytest.mark.full
-            if target in (*EXPERTS, *LIKE_AWQ, *LIKE_OTHERS) and target not in FEW_EXPERTS
+            if target in (*EXPERTS, *LIKE_AWQ, *LIKE_OTHERS, *LIKE_EXPERTS) and target not in FEW_EXPERTS
             else (),
         )
         for target in TARGETS

@@ -139,7 +139,7 @@ def test_log_probabilities_of_a_cached_prompt_compute_rows_again():
 
 
 def test_pages_without_draft_rows_serve_no_draft():
-    scenarios.opt_out(watched, SMALL)
+    scenarios.opt_out(watched, replace(SMALL, overlap=True))
 
 
 @both
