@@ -48,9 +48,7 @@ SCALINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("scaling", "head_dim", "theta"), in_turn_params(list(SCALINGS), [8, 64], [10000.0, 500000.0])
-)
+@pytest.mark.parametrize(("scaling", "head_dim", "theta"), in_turn_params(list(SCALINGS), [8, 64], [10000.0, 500000.0]))
 def test_frequencies(scaling: str, head_dim: int, theta: float, tmp_path: Path) -> None:
     parameters = {**SCALINGS[scaling], "rope_theta": theta}
     path = make_target(tmp_path, head_dim=head_dim, rope_parameters=dict(parameters))
@@ -82,7 +80,16 @@ USUAL = {
     "yarn": ("deepseek_v3",),
     "yarn, mscale": ("llama", "deepseek_v3"),
 }
-USUAL[CHANGES_ALL] = (*OWN_READERS, "gemma3", "ministral3", "mistral", "deepseek_v32", "smollm3", "laguna", "qwen3_next")
+USUAL[CHANGES_ALL] = (
+    *OWN_READERS,
+    "gemma3",
+    "ministral3",
+    "mistral",
+    "deepseek_v32",
+    "smollm3",
+    "laguna",
+    "qwen3_next",
+)
 FULL = pytest.mark.full
 # Ministral 3 has no RoPE without these.
 MINISTRAL3 = {"llama_4_scaling_beta": 0.3, "max_position_embeddings": 4096}

@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -42,7 +41,6 @@ OWN = {"continuations": 2, "continuation_tokens": 4, "generate_batch": 2}
 MTP = MtpConfig(**SIZES, **OWN, log_every=1, save_every=2)
 BLOCK = BlockConfig(**SIZES, **OWN, block_size=4, anchors=4)
 EAGLE3 = Eagle3Config(**SIZES, **OWN)
-FULL: dict[str, Any] = {"marks": pytest.mark.full}
 STREAM = np.random.default_rng(0).integers(1, 32, 4200).astype(np.uint16)
 
 
@@ -80,13 +78,13 @@ def begun(target: Path, work: Path, config: TrainConfig) -> Path:
 @pytest.mark.parametrize(
     ("config", "changed", "said"),
     [
-        pytest.param(BLOCK, {"block_size": 8}, "with --block-size 4, now it is with --block-size 8", **FULL),
-        pytest.param(BLOCK, {"layers": 4}, "with --layers 3, now it is with --layers 4", **FULL),
+        (BLOCK, {"block_size": 8}, "with --block-size 4, now it is with --block-size 8"),
+        (BLOCK, {"layers": 4}, "with --layers 3, now it is with --layers 4"),
         (BLOCK, {"mask_token": 5}, "with --mask-token -1, now it is with --mask-token 5"),
         (EAGLE3, {"draft_vocab": 16}, "without --draft-vocab, now it is with --draft-vocab 16"),
         (MTP, {"form": "target"}, "with --form chain, now it is with --form target"),
-        pytest.param(MTP, {"intermediate_size": 8}, "without --intermediate-size, now it is with --intermediate-size 8", **FULL),
-        pytest.param(MTP, {"batch": 4}, "with --batch 2, now it is with --batch 4", **FULL),
+        (MTP, {"intermediate_size": 8}, "without --intermediate-size, now it is with --intermediate-size 8"),
+        (MTP, {"batch": 4}, "with --batch 2, now it is with --batch 4"),
         (MTP, {"matrix_lr": 0.1}, "with --matrix-lr 0.004, now it is with --matrix-lr 0.1"),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
