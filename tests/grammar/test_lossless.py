@@ -139,7 +139,8 @@ def test_on_is_off_and_every_output_is_in_its_grammar(cell, temperature, overlap
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "topk", "page"), fewer(CELLS[::3], lambda algorithm, topk, page: (topk, page) != (1, 1))
+    ("algorithm", "topk", "page"),
+    fewer(CELLS[::3], lambda algorithm, topk, page: (topk, page) != (1, 1) and algorithm != "dflash2"),
 )
 def test_what_the_draft_is_told_changes_no_output(algorithm, topk, page):
     setup = setup_of(algorithm, topk, page)
@@ -240,7 +241,8 @@ def fuzz(seed: int) -> tuple[int, int]:
 
 
 def test_aborts_preemption_and_prefix_hits_leave_no_invalid_output_and_no_page():
-    preempted, cached = zip(*map(fuzz, range(8, 16)), strict=True)
+    # Both drafters, chains and trees, each size of a page, with overlap and without; the second and third preempt.
+    preempted, cached = zip(*map(fuzz, (8, 11, 13, 14)), strict=True)
     assert sum(preempted) and sum(cached)
 
 

@@ -64,12 +64,12 @@ def quick_disk(monkeypatch):
 
 def test_the_oldest_texts_go_and_the_newest_stay(tmp_path, quick_disk):
     sample = KeptTexts(tmp_path / "sample", max_bytes := 2**14)
-    for number in range(900):
+    for number in range(500):
         sample.add([number], [number] * 20)
         sample.flush()
         assert sample.num_bytes <= max_bytes
     kept = [[int(text.tokens[0]) for text in read_texts(sample.files(kind))] for kind in TEXT_KINDS]
-    assert max(map(max, kept)) == 899 and min(map(min, kept)) > 300
+    assert max(map(max, kept)) == 499 and min(map(min, kept)) > 100
     assert sample.num_bytes > max_bytes // 2
 
 

@@ -117,13 +117,13 @@ def test_auto_prefers_a_native_family(tmp_path: Path) -> None:
     ("kind", "heads", "kv_heads", "size"),
     [
         ("olmo", 1, 1, 8),
-        ("olmo", 2, 2, 20),
+        pytest.param("olmo", 2, 2, 20, marks=pytest.mark.full),
         ("olmo", 3, 3, 10),
         # A class that computes a head's size from the config's other sizes, and one that rotates half of a head.
         ("helium", 5, 1, 6),
         ("arcee", 5, 1, 10),
         ("phi", 4, 2, 10),
-        ("biogpt", 5, 5, 10),
+        pytest.param("biogpt", 5, 5, 10, marks=pytest.mark.full),
     ],
 )
 def test_few_heads_and_small_ones_are_no_reason_to_refuse(kind: str, heads: int, kv_heads: int, size: int) -> None:

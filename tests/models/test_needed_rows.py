@@ -11,6 +11,7 @@ from espalier.speculate.drafters.registry import load_draft
 from tests.harness import directories, models
 from tests.mtp import mtp_directories
 from tests.oracles.dense import DensePass
+from tests.pairwise import in_turn_params
 
 BATCH, WIDTH = 3, 7
 # Of each request.
@@ -29,9 +30,12 @@ def require_same(some: Tensor, whole: Tensor) -> None:
     torch.testing.assert_close(some, whole[torch.arange(BATCH), NEEDED][:, None], rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("captures_last", [False, True])
-@pytest.mark.parametrize(("family", "model_impl"), [*((family, "native") for family in FAMILIES), *HOSTED])
-def test_a_target(family: str, model_impl: str, captures_last: bool) -> None:
+@pytest.mark.parametrize(
+    ("cell", "captures_last"),
+    in_turn_params([*((family, "native") for family in FAMILIES), *HOSTED], [False, True]),
+)
+def test_a_target(cell: tuple[str, str], captures_last: bool) -> None:
+    family, model_impl = cell
     path, _ = directories(family)
     capture = 1, read_config(path).num_layers if captures_last else 2
     target = load_target(path, captured_layers=capture, model_impl=model_impl, **LOADING)

@@ -16,6 +16,7 @@ from tests.models.reference import load_reference, reference_logits
 from tests.models.test_families import relative
 from tests.models.test_refusals import edit_config, refused
 from tests.oracles.dense import DensePass
+from tests.pairwise import in_turn_params
 
 SCALINGS: dict[str, dict[str, Any]] = {
     "linear": {"rope_type": "linear", "factor": 4.0},
@@ -47,9 +48,7 @@ SCALINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("theta", [10000.0, 500000.0])
-@pytest.mark.parametrize("head_dim", [8, 64])
-@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize(("scaling", "head_dim", "theta"), in_turn_params(list(SCALINGS), [8, 64], [10000.0, 500000.0]))
 def test_frequencies(scaling: str, head_dim: int, theta: float, tmp_path: Path) -> None:
     parameters = {**SCALINGS[scaling], "rope_theta": theta}
     path = make_target(tmp_path, head_dim=head_dim, rope_parameters=dict(parameters))
@@ -72,17 +71,30 @@ def test_frequencies_of_longrope(tmp_path: Path) -> None:
             assert rope.attention_factor == pytest.approx(factor, abs=0)
 
 
-# Every scaling where it is read plainly and where it has factors of the scores.  Other readers, for a part of a head or
-# by kind of layer, with the scaling that changes frequencies and sizes; `test_frequencies` has the rest.
+# Every YaRN where it has factors of the scores.  Other readers, for a part of a head or by kind of layer, with the
+# scaling that changes frequencies and sizes; `test_frequencies` has the rest.
 OWN_READERS = ("llama", "deepseek_v3", "gpt_oss", "glm4_moe")
-EVERY_SCALING = ("llama", "deepseek_v3")
 CHANGES_ALL = "yarn, given ramp"
-READERS = (*OWN_READERS, "gemma3", "ministral3", "mistral", "deepseek_v32", "smollm3", "laguna", "qwen3_next")
+USUAL = {
+    "dynamic": ("llama",),
+    "yarn": ("deepseek_v3",),
+    "yarn, mscale": ("llama", "deepseek_v3"),
+}
+USUAL[CHANGES_ALL] = (
+    *OWN_READERS,
+    "gemma3",
+    "ministral3",
+    "mistral",
+    "deepseek_v32",
+    "smollm3",
+    "laguna",
+    "qwen3_next",
+)
 FULL = pytest.mark.full
 # Ministral 3 has no RoPE without these.
 MINISTRAL3 = {"llama_4_scaling_beta": 0.3, "max_position_embeddings": 4096}
 CELLS = [
-    pytest.param(scaling, family, marks=() if family in (EVERY_SCALING, READERS)[scaling == CHANGES_ALL] else FULL)
+    pytest.param(scaling, family, marks=() if family in USUAL.get(scaling, ()) else FULL)
     for scaling in SCALINGS
     for family in CONFIGS
     # Transformers does not find `truncate` among the parameters of a layer type.

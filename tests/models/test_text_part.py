@@ -35,6 +35,7 @@ from tests.builders import DEFAULTS, VISION, WHOLES_OF, draw_weights
 from tests.models.reference import in_float64
 from tests.models.test_families import relative
 from tests.oracles.dense import DensePass
+from tests.pairwise import in_turn_params
 
 TEXT = {"vocab_size": 16, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
 TEXT |= {"num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 4096, "eos_token_id": None}
@@ -76,8 +77,7 @@ def make_whole(path: Path, family: str, as_in_memory: bool = False) -> Path:
     return path
 
 
-@pytest.mark.parametrize("as_in_memory", [False, True])
-@pytest.mark.parametrize("family", WHOLES)
+@pytest.mark.parametrize(("family", "as_in_memory"), in_turn_params(list(WHOLES), [False, True]))
 def test_its_text_part_computes_what_transformers_computes(family, as_in_memory, tmp_path, caplog) -> None:
     path = make_whole(tmp_path, family, as_in_memory)
     tokens = torch.tensor([[1, 2, 5, 9, 4, 7, 8, 2, 11, 6, 14, 0, 13, 5, 5, 1, 2, 9]])

@@ -103,11 +103,15 @@ def test_a_kind_is_not_tried_where_no_time_would_be_left_for_the_training(
     assert f"{third} is not tried: with the training it would take 16 min, and 14 min are left" in said
 
 
-def test_the_target_asks_itself_and_without_a_template_it_is_refused(tmp_path: Path) -> None:
+def test_the_target_asks_itself_and_without_a_template_it_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(auto.QUESTION_TOKENS, "cpu", 12)
+    monkeypatch.setitem(auto.PROMPTS_PER_BATCH, "cpu", 4)
     target = find_target("bundled")
     path = write_own_questions(target, tmp_path / "questions.jsonl", "cpu", 1e-9)
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert all(line["messages"][0]["role"] == "user" for line in lines)
+    assert lines and all(line["messages"][0]["role"] == "user" for line in lines)
     bare = tmp_path / "bare"
     bare.mkdir()
     (bare / "config.json").write_bytes((target / "config.json").read_bytes())

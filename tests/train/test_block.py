@@ -47,7 +47,7 @@ TARGET = LlamaShape(
 CONFIG = BlockConfig(
     length=24,
     batch=8,
-    num_tokens=70 * 8 * 24,
+    num_tokens=55 * 8 * 24,
     own_share=0.0,
     continuations=4,
     continuation_tokens=4,
@@ -79,7 +79,7 @@ def triples(length: int, seed: int = 0) -> np.ndarray:
     return np.stack((first, np.full_like(first, 8), first + 9), 1).reshape(-1).astype(np.uint16)
 
 
-def make_target(directory: Path, text: np.ndarray, steps: int = 80) -> Path:
+def make_target(directory: Path, text: np.ndarray, steps: int = 50) -> Path:
     """A small target that has learnt a text."""
     torch.manual_seed(0)
     model = Llama(TARGET)
