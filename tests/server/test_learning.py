@@ -60,7 +60,7 @@ def test_a_server_with_the_flag_keeps_what_clients_let_it_and_leaves_no_process(
     folder = tmp_path / "learn"
     flags = ("--learn", str(folder))
     body = {"model": "bundled", "max_tokens": 20, "temperature": 0, "ignore_eos": True}
-    with serving(tmp_path, "bundled", "--draft", "bundled", *flags, copied=True) as served:
+    with serving(tmp_path, *flags, copied=True) as served:
         assert "learning is on" in served.log.read_text()
         engine = served.engine_pid()
         for path, more in (

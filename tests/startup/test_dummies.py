@@ -17,14 +17,13 @@ PLAIN = {"shape": "llama-3.1-8b", "layers": 2, "drafts": False}
 FEW = (
     {**LLAMA, "max_batch": 16, "chunk_size": 1024, "page_size": 16, "passes": 10},
     {**LATENT, "max_batch": 16, "chunk_size": 512, "passes": 6},
-    # Passes of many requests, whose last tokens are rows of a number that 16 does not divide.
-    {**PLAIN, "layers": 1, "passes": 16},
     {**PLAIN, "layers": 1, "max_batch": 16, "chunk_size": 128, "passes": 4, "chip": "ampere"},
     {**LATENT, "layers": 1, "max_batch": 16, "chunk_size": 128, "passes": 4, "chip": "ampere"},
     # Passes with other numbers of splits.
-    # A narrow MLP, of which the fused kernel takes some numbers of rows between those of the start's passes.
+    # A narrow MLP, of which the fused kernel takes some numbers of rows between those of the start's passes.  Passes of
+    # many requests, whose last tokens are rows of a number that 16 does not divide.
     {**PLAIN, "layers": 1, "inner": 1536, "chunk_size": 2048, "passes": 80},
-    {**EXPERTS, "layers": 1, "max_batch": 5, "chunk_size": 700, "passes": 30},
+    {**EXPERTS, "layers": 1, "max_batch": 5, "chunk_size": 700, "passes": 12},
 )
 # What may differ from launch to launch and change the code: the start's passes have all its values.  Whatever else does
 # is a bound that @unspecialised should name, or an address that 16 does not divide.
