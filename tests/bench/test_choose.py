@@ -57,7 +57,7 @@ def test_a_block_drafts_candidates_keep_its_depth():
 
 def test_every_bucket_is_measured_with_every_candidate(tiny, tiny_heldout, paths, capsys, tmp_path):  # noqa: F811
     out, figures = tmp_path / "table.json", tmp_path / "figures.json"
-    flags = ["--tokens", "12", "--context", "8", "--repeats", "1", "--max-batch", "3", "--by-batch", "{}"]
+    flags = ["--tokens", "6", "--context", "8", "--repeats", "1", "--max-batch", "3", "--by-batch", "{}"]
     assert run("bench", "choose", *flags, "--out", out, "--json", figures, *tiny) == 0
     said = capsys.readouterr().out
     assert said.count("*") == 3 and "plain decoding" in said and "accept lengths measured" in said

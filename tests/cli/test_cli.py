@@ -348,7 +348,9 @@ def test_doctor_shows_machine_and_resolved_configuration_without_loading(tiny, c
 def test_both_ways_to_run_a_model_say_the_same(tiny, capsys):
     said = set()
     for model_impl in ("native", "transformers"):
-        assert run("generate", "abc", *tiny, "--model-impl", model_impl, "--temperature", "0", "--max-tokens", "16") == 0
+        assert (
+            run("generate", "abc", *tiny, "--model-impl", model_impl, "--temperature", "0", "--max-tokens", "16") == 0
+        )
         said.add(capsys.readouterr().out)
     assert len(said) == 1
 
