@@ -127,7 +127,7 @@ BAD = [
     (["--candidates", "4,2,8"], "a batch's tree with steps=4 is above the configured steps=3"),
     (["--context", "8,9"], "'8,9' is not supported; use a whole number"),
     (
-        ["--num-pages", "14", "--context", "60", "--max-batch", "3", "--tokens", "30", "--candidates", "2,1,3"],
+        ["--num-pages", "12", "--context", "60", "--max-batch", "3", "--tokens", "8", "--candidates", "2,1,3"],
         "no round held 3 requests of 60",
     ),
     (["--accept-length", "8"], "run `python -m lab choose`"),

@@ -137,7 +137,7 @@ def test_a_model_without_a_tokenizer_is_compared_on_its_own_text(tmp_path, capsy
     assert 1 < before < 5 and after < 1.2 * before
 
 
-@pytest.mark.parametrize("positions", [5, 200])
+@pytest.mark.parametrize("positions", [5, 100])
 def test_a_model_of_a_short_context_is_compared(tmp_path, positions):
     """It has room for less than the usual prompts and answers."""
     target = make_target(tmp_path / "target", max_position_embeddings=positions)

@@ -1,4 +1,4 @@
-"""After the start no kernel compiles, whatever prefill passes come, and a layer launches few: simulations without a GPU.
+"""After the start no kernel compiles, whatever prefill passes come; a layer launches few: simulations without a GPU.
 
 A launch more costs 1 to 2 µs in each layer.
 """
