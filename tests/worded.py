@@ -4,7 +4,6 @@ tenth of the bundled model's time."""
 import shutil
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -23,14 +22,14 @@ EOS = (0, 3)
 
 
 @lru_cache
-def worded(**fields: Any) -> tuple[Path, Path]:
-    """The directories of (target, draft).  fields: of the target's config."""
+def worded() -> tuple[Path, Path]:
+    """The directories of (target, draft)."""
     root = new_folder("worded-")
     given = BUNDLED_FILES / "target"
     tokenizer = Tokenizer.from_file(str(given / "tokenizer.json"))
     vocab = tokenizer.get_vocab_size()
     ids = torch.tensor([tokenizer.encode(word, add_special_tokens=False).ids for word in WORDS]).flatten().sort().values
-    target = make_target(root / "target", seed=5, vocab=vocab, eos_token_id=list(EOS), **fields)
+    target = make_target(root / "target", seed=5, vocab=vocab, eos_token_id=list(EOS))
     for name in FILES:
         shutil.copy(given / name, target)
     weights = load_file(target / "model.safetensors")

@@ -56,7 +56,6 @@ def random_logits(seed: int, *shape: int, dtype: torch.dtype = torch.float64) ->
     return 3 * torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(seed))
 
 
-@settings(max_examples=settings.default.max_examples // 2)
 @given(st.lists(requests, min_size=1, max_size=4), st.integers(0, 2**32))
 def test_pick_is_the_oracles(batch, seed):
     logits = random_logits(seed, len(batch), VOCAB)

@@ -16,7 +16,6 @@ from espalier.server.protocol import StartEngine, SubmitPrompts, SubmittedPrompt
 from espalier.server.worker import EngineWorker
 from tests.learn.test_learner import served as one_engine
 from tests.server.serving import exists, serving
-from tests.worded import worded
 
 
 class Recorded:
@@ -61,9 +60,7 @@ def test_a_server_with_the_flag_keeps_what_clients_let_it_and_leaves_no_process(
     folder = tmp_path / "learn"
     flags = ("--learn", str(folder))
     body = {"model": "bundled", "max_tokens": 20, "temperature": 0, "ignore_eos": True}
-    target, draft = map(str, worded(num_hidden_layers=6))
-    names = ("--draft", draft, "--served-model-name", "bundled")
-    with serving(tmp_path, target, *names, *flags, copied=True) as served:
+    with serving(tmp_path, "bundled", "--draft", "bundled", *flags, copied=True) as served:
         assert "learning is on" in served.log.read_text()
         engine = served.engine_pid()
         for path, more in (

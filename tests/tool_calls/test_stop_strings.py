@@ -74,7 +74,7 @@ def texts_of(name):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@settings(max_examples=6)
+@settings(max_examples=10)
 @given(data=st.data())
 def test_a_stop_string_ends_the_content_and_nothing_else(name, data):
     text = data.draw(st.sampled_from(texts_of(name)))
