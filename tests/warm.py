@@ -175,11 +175,11 @@ def _become(
         setattr(import_module(holder), constant, value)
     os.environ.clear()
     os.environ.update(environment)
-    asyncio.create_subprocess_exec = _copied_engines(asyncio.create_subprocess_exec)
+    asyncio.create_subprocess_exec = copied_engines(asyncio.create_subprocess_exec)
     _run(partial(runpy.run_module, module, run_name="__main__", alter_sys=True), [module, *args])
 
 
-def _copied_engines(start: Callable[..., Any]) -> Callable[..., Any]:
+def copied_engines(start: Callable[..., Any]) -> Callable[..., Any]:
     """An API server starts its engine as a copy of itself, its child."""
 
     def started(*command: str, **options: Any) -> Any:

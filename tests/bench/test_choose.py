@@ -57,7 +57,7 @@ def test_a_block_drafts_candidates_keep_its_depth():
 
 def test_every_bucket_is_measured_with_every_candidate(tiny, tiny_heldout, paths, capsys, tmp_path):  # noqa: F811
     out, figures = tmp_path / "table.json", tmp_path / "figures.json"
-    flags = ["--tokens", "12", "--context", "8", "--repeats", "1", "--max-batch", "3", "--by-batch", "{}"]
+    flags = ["--tokens", "6", "--context", "8", "--repeats", "1", "--max-batch", "3", "--by-batch", "{}"]
     assert run("bench", "choose", *flags, "--out", out, "--json", figures, *tiny) == 0
     said = capsys.readouterr().out
     assert said.count("*") == 3 and "plain decoding" in said and "accept lengths measured" in said
@@ -127,7 +127,7 @@ BAD = [
     (["--candidates", "4,2,8"], "a batch's tree with steps=4 is above the configured steps=3"),
     (["--context", "8,9"], "'8,9' is not supported; use a whole number"),
     (
-        ["--num-pages", "14", "--context", "60", "--max-batch", "3", "--tokens", "30", "--candidates", "2,1,3"],
+        ["--num-pages", "12", "--context", "60", "--max-batch", "3", "--tokens", "8", "--candidates", "2,1,3"],
         "no round held 3 requests of 60",
     ),
     (["--accept-length", "8"], "run `python -m lab choose`"),

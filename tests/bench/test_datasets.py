@@ -10,6 +10,7 @@ from espalier.bench.datasets import read_conversations
 from espalier.bench.load import AnsweredRequest, Timeline, figures_by_category
 from espalier.cli.main import main
 from espalier.errors import EspalierError
+from tests.worded import worded
 
 SPEED = {"question_id": "1", "category": "code", "turns": ["a", "b"], "src_id": "x", "multiturn": True}
 MESSAGES = [{"role": "system", "content": "s"}, {"role": "user", "content": "a"}]
@@ -146,7 +147,9 @@ def test_a_dataset_is_reported_by_category(written, tmp_path, capsys, monkeypatc
     monkeypatch.setattr("sys.argv", ["espalier", "bench", "load", "--api-key", "secret", "--api-key=secret"])
     path, out, tables = written(json.dumps([SPEED, {"prompt": "a"}])), tmp_path / "r", tmp_path / "m"
     flags = ["--output", "3,3", "--temperature", "1", "--think", "0", "--json", str(out), "--markdown", str(tables)]
-    assert main(["bench", "load", "--dataset", str(path), "--steps", "1", "--max-batch", "2", *flags]) == 0
+    target, draft = map(str, worded())
+    model = ["--model", target, "--draft", draft]
+    assert main(["bench", "load", "--dataset", str(path), "--steps", "1", "--max-batch", "2", *flags, *model]) == 0
     report = json.loads(out.read_text())
     assert report["command"].endswith("--api-key ... --api-key=...") and "secret" not in tables.read_text()
     assert {"espalier", "torch", "transformers"} <= report["machine"].keys()
@@ -170,15 +173,18 @@ def test_a_dataset_is_reported_by_category(written, tmp_path, capsys, monkeypatc
         (["--dataset", "FILE", "--temperature", "3"], "--temperature=3.0"),
         (["--dataset", "FILE", "--temperature", "nan"], "--temperature=nan"),
         (["--dataset", "/nowhere"], "--dataset /nowhere cannot be read"),
-        (["--dataset", "FILE", "--thinking"], "chat template reads none of"),
-        (["--dataset", "FILE", "--output", "9,9000"], "may have .* tokens with its answers"),
+        (["--dataset", "FILE", "--thinking", "--model", "TARGET", "--draft", "DRAFT"], "chat template reads none of"),
+        (
+            ["--dataset", "FILE", "--output", "9,9000", "--model", "TARGET", "--draft", "DRAFT"],
+            "may have .* tokens with its answers",
+        ),
         (["--dataset", "FILE", "--markdown", "/nowhere/x"], "--markdown /nowhere/x cannot be written"),
         (["--dataset", "FILE", "--url", "http://x", "--endpoint", "completions", "--thinking"], "--endpoint chat"),
         (["--dataset", "FILE", "--url", "http://x", "--requests", "3"], "--requests draws prompts"),
     ],
 )
 def test_flags_that_do_not_fit_are_refused(written, capsys, flags, says):
-    path = str(written('{"prompt": "a"}'))
-    assert main(["bench", "load", *(path if flag == "FILE" else flag for flag in flags)]) == 2
+    named = {"FILE": str(written('{"prompt": "a"}')), **dict(zip(("TARGET", "DRAFT"), map(str, worded()), strict=True))}
+    assert main(["bench", "load", *(named.get(flag, flag) for flag in flags)]) == 2
     line = capsys.readouterr().err
     assert says.split(" .* ")[0] in line and says.split(" .* ")[-1] in line and line.count("\n") == 1

@@ -348,7 +348,9 @@ def test_doctor_shows_machine_and_resolved_configuration_without_loading(tiny, c
 def test_both_ways_to_run_a_model_say_the_same(tiny, capsys):
     said = set()
     for model_impl in ("native", "transformers"):
-        assert run("generate", "abc", *tiny, "--model-impl", model_impl, "--temperature", "0") == 0
+        assert (
+            run("generate", "abc", *tiny, "--model-impl", model_impl, "--temperature", "0", "--max-tokens", "16") == 0
+        )
         said.add(capsys.readouterr().out)
     assert len(said) == 1
 
@@ -502,7 +504,7 @@ def test_bench_round_measures_both_in_one_run(tiny, tiny_heldout, capsys, tmp_pa
 
 def test_bench_acceptance_runs_every_variant(tiny, tiny_heldout, capsys, tmp_path):
     file = tmp_path / "figures.json"
-    assert run("lab", "round", "--acceptance", "--prompts", "2", "--tokens", "24", "--json", file, *tiny) == 0
+    assert run("lab", "round", "--acceptance", "--prompts", "2", "--tokens", "12", "--json", file, *tiny) == 0
     rows = {row["name"]: row for row in json.loads(file.read_text())["acceptance"]}
     assert len(rows) == 7
     for name, row in rows.items():

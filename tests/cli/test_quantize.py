@@ -20,11 +20,12 @@ from espalier.llm import LLM
 from espalier.models import read_config
 from espalier.models.weight_formats.quantised import QuantisedWeight
 from espalier.request import SamplingParams
-from espalier.startup.checkpoints import BUNDLED_DRAFTS, BUNDLED_FILES
+from espalier.startup.checkpoints import BUNDLED_DRAFTS
 from lab.synthetic.checkpoint import Recipe, write_checkpoint
 from tests.builders import make_eagle3, make_target
 from tests.lab.synthetic.test_checkpoint import tiny
 from tests.mtp import mtp_directories, without_target
+from tests.worded import worded
 
 
 def test_divergence():
@@ -46,7 +47,7 @@ def distributions(path, texts):
 
 def test_the_figures_are_those_of_whole_distributions(tmp_path):
     """The copy is another model: a 20-likeliest bound would be far below."""
-    paths = [shutil.copytree(BUNDLED_FILES / "target", tmp_path / name) for name in ("original", "copy")]
+    paths = [shutil.copytree(worded()[0], tmp_path / name) for name in ("original", "copy")]
     weights = load_file(paths[1] / "model.safetensors")
     noise = torch.Generator().manual_seed(0)
     for tensor in weights.values():
@@ -136,7 +137,7 @@ def test_a_model_without_a_tokenizer_is_compared_on_its_own_text(tmp_path, capsy
     assert 1 < before < 5 and after < 1.2 * before
 
 
-@pytest.mark.parametrize("positions", [5, 200])
+@pytest.mark.parametrize("positions", [5, 100])
 def test_a_model_of_a_short_context_is_compared(tmp_path, positions):
     """It has room for less than the usual prompts and answers."""
     target = make_target(tmp_path / "target", max_position_embeddings=positions)

@@ -227,7 +227,7 @@ def test_room_is_just_enough_or_left_open(model, capsys):
 
 LOADED = [
     (
-        ["round", "--context", "60", "--tokens", "30", "--batch", "2", "--num-pages", "9", "--repeats", "1"],
+        ["round", "--context", "60", "--tokens", "8", "--batch", "2", "--num-pages", "8", "--repeats", "1"],
         "no round held 2 requests of 60",
     ),
     (["round", "--acceptance", "--prompts", "3", "--tokens", "8"], "there are 2 held-out texts"),

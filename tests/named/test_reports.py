@@ -62,7 +62,7 @@ class TestEagle3Page64Topk8:
 
     def test_ragged(self) -> None:
         """Prompts that end before, on and after a page's last row."""
-        ragged(self.setup, (1, 40, 63, 64, 65, 127, 128, 10))
+        ragged(self.setup, (1, 63, 64, 65, 128))
 
     def test_conversation(self) -> None:
         conversation_of(replace(self.setup, num_pages=20), turns=4, told=20, said=12)
@@ -78,7 +78,7 @@ class TestEagleLlama2Page4Topk8:
         ragged(self.setup, (1, 3, 4, 5, 17, 40, 31, 32))
 
     def test_few_pages(self) -> None:
-        ragged(replace(self.setup, num_pages=34), (20, 40, 31, 32), most=30)
+        ragged(replace(self.setup, num_pages=34), (20, 40, 31, 32), most=16)
 
 
 class TestEagle3Page2Topk8:
@@ -88,7 +88,7 @@ class TestEagle3Page2Topk8:
         "overlap", [pytest.param(False, marks=pytest.mark.full), True], ids=["lockstep", "overlap"]
     )
     def test_ragged(self, overlap: bool) -> None:
-        ragged(Setup(page_size=2, overlap=overlap, **TREE), (1, 2, 3, 33, 40, 8))
+        ragged(Setup(page_size=2, overlap=overlap, **TREE), (1, 2, 3, 33))
 
 
 class TestPage512FiveTurns:
@@ -117,7 +117,7 @@ class TestPage256LongPrompt:
     )
     def test_to_the_end(self, overlap: bool, context: int) -> None:
         setup = Setup(page_size=256, overlap=overlap, max_context=context, chunk_size=512, max_batch=2, **TREE)
-        for r in ragged(setup, (context - 20, context - 21, 7), most=40):
+        for r in ragged(setup, (context - 20, 7), most=40):
             assert r.finish_reason == "length"
         assert setup.layout.table_width * 256 >= context + setup.layout.max_tokens_ahead(2)
 
@@ -137,7 +137,7 @@ class TestLastPositionOfTheContext:
     )
     def test_ends_there(self, page_size: int, tree: str, overlap: bool) -> None:
         setup = Setup(page_size=page_size, overlap=overlap, max_context=64, **self.TREES[tree])
-        lengths = (63, 62, 61, 58, 57, 40)
+        lengths = (63, 62, 61, 58, 57, 50)
         requests = [request(i, p, SamplingParams(temperature=0.0)) for i, p in enumerate(prompts(22, lengths))]
         run_watched(setup.engine(), [(0, r) for r in requests])
         all_undisturbed(setup, requests)
@@ -148,7 +148,7 @@ class TestLastPositionOfTheContext:
     )
     def test_in_a_pool_that_holds_just_that(self, overlap: bool) -> None:
         setup = Setup(page_size=8, overlap=overlap, max_context=32, num_pages=1 + 4 + overlap, **TREE)
-        requests = [request(i, p, SamplingParams(temperature=0.0)) for i, p in enumerate(prompts(23, (1, 31, 14)))]
+        requests = [request(i, p, SamplingParams(temperature=0.0)) for i, p in enumerate(prompts(23, (1, 31)))]
         run_watched(setup.engine(), [(0, r) for r in requests])
         all_undisturbed(setup, requests)
 

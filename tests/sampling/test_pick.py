@@ -4,7 +4,7 @@ from dataclasses import fields
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from espalier.engine.launch_input import sampling_features_of
@@ -96,6 +96,7 @@ def test_draws_follow_the_exact_law(params, over):
     assert chi_square_z(counts[law > 0], law[law > 0] * many) < 4
 
 
+@settings(max_examples=settings.default.max_examples // 4)
 @given(st.lists(requests, min_size=2, max_size=4), st.integers(0, 2**32))
 def test_a_row_does_not_depend_on_its_batch(batch, seed):
     """To the bit, in float32, before the argmax hides what differs."""

@@ -14,6 +14,7 @@ from espalier.server.api import ApiOptions, make_app
 from espalier.server.client import ClientOptions
 from espalier.server.frontend import FrontendOptions, ModelFrontend
 from espalier.server.protocol import EngineGone, SubmittedPrompt
+from tests import warm
 from tests.serve_ray.handles import Handle
 from tests.server.serving import ENGINE, TREE
 from tests.worded import worded
@@ -59,8 +60,9 @@ class Group:
 
 
 @pytest.mark.parametrize("names", [("a",), pytest.param(("a", "b"), marks=pytest.mark.full)], ids="".join)
-def test_the_front_answers_over_replicas_as_over_one_engine(llm, names):
-    """Which replica is asked is tested in test_pool.py, without engines."""
+def test_the_front_answers_over_replicas_as_over_one_engine(llm, names, monkeypatch):
+    """Which replica is asked is tested in test_pool.py, without engines.  An engine finds its imports done."""
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", warm.copied_engines(asyncio.create_subprocess_exec))
 
     async def run():
         async with Group(*names) as group:

@@ -42,10 +42,12 @@ def started(log, *arguments):
 
 
 def until(holds, seconds=100):
-    end = time.monotonic() + seconds
+    """To look costs CPU time, so the pauses grow."""
+    end, pause = time.monotonic() + seconds, 0.005
     while not holds():
         assert time.monotonic() < end
-        time.sleep(0.005)
+        time.sleep(pause)
+        pause = min(pause * 1.5, 0.1)
 
 
 def num_lines(path):

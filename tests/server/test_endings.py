@@ -24,6 +24,7 @@ from tests.server.serving import (
     opened,
     serving,
 )
+from tests.worded import worded
 
 
 @pytest.fixture
@@ -42,10 +43,12 @@ def template(tmp_path_factory):
 
 @pytest.fixture
 def guarded(servers, template):
-    """A server of the bundled model with a key, names, a template and a time limit of its own."""
+    """A server with a key, names, a template and a time limit of its own."""
     names = ("--served-model-name", "a", "--served-model-name", "b")
     limits = ("--request-timeout", "0.2", "--api-key", "secret", "--cors-origin", "https://page.example")
-    return servers("bundled", "--chat-template", str(template), *names, *limits, "--log-json", "--strict-fields")
+    target, draft = map(str, worded())
+    own = ("--chat-template", str(template), "--log-json", "--strict-fields")
+    return servers(target, "--draft", draft, *names, *limits, *own)
 
 
 def idle(served):

@@ -9,7 +9,7 @@ from openai import AsyncOpenAI
 
 from espalier import SamplingParams, __version__
 from espalier.request import PARAMS_WITH_FLAGS, Output
-from tests.pairwise import pairwise_params
+from tests.pairwise import fewer, in_turn_params, product_params
 
 PROMPT = "def mean(xs):\n    "
 MESSAGES = [{"role": "user", "content": "class Stack:\n"}]
@@ -178,7 +178,7 @@ def test_logprobs_are_the_offline_llms(client, llm):
     assert bytes(b for token in content for b in token.bytes).decode() == chat.choices[0].message.content
 
 
-@pytest.mark.parametrize("max_tokens", [0, 1, 7])
+@pytest.mark.parametrize("max_tokens", fewer([0, 1, 7], lambda count: count != 1))
 def test_log_likelihoods_as_evaluations_ask_for_them(client, llm, max_tokens):
     """echo with logprobs: OpenAI's legacy form over prompt and output; max_tokens 0 is the prompt alone."""
     # Its end is what the model says.
@@ -210,7 +210,7 @@ def test_log_likelihoods_as_evaluations_ask_for_them(client, llm, max_tokens):
             ]
 
 
-@pytest.mark.parametrize("max_tokens", [0, 1, 7])
+@pytest.mark.parametrize("max_tokens", fewer([0, 1, 7], lambda count: count != 1))
 def test_a_streamed_echo_with_logprobs_is_the_whole_one(client, max_tokens):
     fields = {"echo": True, "logprobs": 2, "max_tokens": max_tokens, "temperature": 0.0}
     [whole] = complete(client, **fields).choices
@@ -336,7 +336,22 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize(("name", "keep", "skip"), pairwise_params([*ENDS], [False, True], [False, True]))
+# Of each pair of a text that is kept or not and special tokens that are shown or not, what may go wrong there.
+USUAL_ENDS = {
+    ("a stop string", True, False),
+    ("a stop string of two tokens", False, True),
+    ("a stop token", False, False),
+    ("a stop token among stop strings", True, True),
+    ("the model's own end", True, False),
+    ("the model's own end", False, False),
+    ("the limit", False, False),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "keep", "skip"),
+    fewer(product_params([*ENDS], [False, True], [False, True]), lambda *each: each in USUAL_ENDS),
+)
 def test_what_ends_the_output_is_said_and_its_text_as_asked_for(client, llm, name, keep, skip):
     ends, reason = ENDS[name]
     if reason is None:
@@ -358,8 +373,7 @@ def test_what_ends_the_output_is_said_and_its_text_as_asked_for(client, llm, nam
     assert all(part.stop_reason is None for part in parts[:-1])
 
 
-@pytest.mark.parametrize("speculation", [True, False])
-@pytest.mark.parametrize("is_chat", [False, True], ids=["completion", "chat"])
+@pytest.mark.parametrize(("is_chat", "speculation"), in_turn_params([False, True], [True, False]))
 def test_a_stream_says_why_it_ended_where_its_last_token_has_no_text(client, llm, is_chat, speculation):
     """Stopped at each of an answer's first tokens in turn: many a stop token comes alone, and is no text."""
     params = SamplingParams(**{**GREEDY, "max_tokens": 8})

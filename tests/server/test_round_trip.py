@@ -15,15 +15,16 @@ HI = {"role": "user", "content": "hi"}
 # Half of a surrogate pair, as an escape in JSON.
 HALF = r"\ud83d"
 NUM_CUTS = 1
+# Half a character in a call, a call that is no JSON, and arguments that are no object.
+BROKEN = (("日本", HALF), ('": 2', '" 2'), ("{}", "[1]"))
 
 
-def written(family, chance):
-    """(output, token limit): whole, with half a character in a call, with arguments that are no object, and cut."""
+def written(family, chance, broken):
+    """(output, token limit): whole, with these of BROKEN, and cut."""
     text = family.output
     yield text, None
-    yield text.replace("日本", HALF), None
-    yield text.replace('": 2', '" 2'), None
-    yield text.replace("{}", "[1]"), None
+    for replaced in broken:
+        yield text.replace(*replaced), None
     for _ in range(NUM_CUTS):
         yield text, chance.randrange(1, len(text))
 
@@ -45,8 +46,14 @@ def message_of(chunks):
     return {**message, "tool_calls": list(calls.values())} if calls else message
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_every_answer_goes_back_in(name, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "broken"),
+    [
+        *((name, BROKEN[i % 3 : i % 3 + 1]) for i, name in enumerate(NAMES)),
+        *(pytest.param(name, BROKEN, marks=pytest.mark.full) for name in NAMES),
+    ],
+)
+def test_every_answer_goes_back_in(name, broken, tmp_path):
     family, chance, out = FAMILIES[name], random.Random(name), {}
 
     def taken(path, body):
@@ -82,7 +89,7 @@ def test_every_answer_goes_back_in(name, tmp_path):
             taken("/v1/responses", {**ask, "input": [HI, *items, *results, HI], "max_output_tokens": 1})
 
     with scripted(tmp_path, family, lambda prompt, params: out["text"]) as (served, _):
-        for out["text"], limit in written(family, chance):
+        for out["text"], limit in written(family, chance, broken):
             chat(limit)
             respond(limit)
         # Without tools, where nothing is read from the text but the reasoning.

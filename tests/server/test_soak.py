@@ -20,6 +20,7 @@ from lab.bench.server import Server, flags_of, stop_process
 from lab.bench.soak import RequestCounts, SoakClient, soak_server
 from tests import warm
 from tests.server.serving import TREE
+from tests.worded import worded
 
 STREAM = b'HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\ndata: {"choices":[],"usage":null}\n\n'
 
@@ -38,8 +39,9 @@ def copies(monkeypatch):
 
 
 def test_a_soak_leaves_nobody_unanswered_and_nothing_behind(copies):
-    tree = SpeculationConfig(**TREE)
-    found = soak_server({"max_batch": 4, "max_context": 512, "num_pages": 64, "speculation": tree}, count=16, seed=1)
+    target, draft = map(str, worded())
+    sizes = {"max_batch": 4, "max_context": 512, "num_pages": 64, "speculation": SpeculationConfig(**TREE)}
+    found = soak_server({"model": target, "draft": draft, **sizes}, count=16, seed=1)
     assert found.requests == found.answered + found.disconnects
     assert found.disconnects > 3 and found.aborts > 0 and set(found.errors_given) <= {400, 429}
     assert (found.unanswered, found.leaked_pages, found.leaked_processes) == (0, 0, 0)

@@ -161,7 +161,7 @@ def output(name, reasoning, thoughts, content, calls, ends):
 
 
 @pytest.mark.parametrize("name", TOOL_FORMATS)
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(data=st.data())
 def test_what_is_written_is_read(name, data):
     """Calls, content and reasoning, wherever the text is cut, and wherever the prompt ends inside the reasoning."""

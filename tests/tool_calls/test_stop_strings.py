@@ -112,7 +112,7 @@ def test_a_stop_string_ends_the_content_and_nothing_else(name, data):
 
 
 @pytest.mark.parametrize("name", ["hermes", "harmony", "glm"])
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(data=st.data())
 def test_where_it_ends_does_not_depend_on_the_chunks(name, data):
     """With several stop strings, and with tokens before which none counts."""
