@@ -34,7 +34,7 @@ LIKE_OTHERS = tuple((kind, "llama") for kind in ("fp8-mistral", "fp8-block-32", 
 # Rounded as the inputs of a target with experts and dense layers are, which stays.
 LIKE_EXPERTS = (("fp8-channel-token", "llama"), ("fp8-block", "llama"))
 # Whole numbers and floats; tests/models/test_quantised.py has every format's matrices.
-FEW_WEIGHTS_ONLY = ("gptq", "nvfp4")
+FEW_WEIGHTS_ONLY = ("fp8-channel-weights", "gptq", "nvfp4")
 TARGETS = (*DENSE_TARGETS, *EXPERTS, ("mxfp4", "gpt_oss"), ("fp8-block", "deepseek_v3"))
 FAMILY_FIELDS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"moe_intermediate_size": 32, "mlp_only_layers": [1]},

@@ -71,10 +71,9 @@ FULL = pytest.mark.full
 FEW = [*mixed(0.0, 1.0, 0.0, 1.0), STYLES["opted_out"], STYLES["shallow"]]
 RUNS = [
     ("eagle3", "at random", True, 2, FEW),
-    ("ngram", "by score", False, 3, FEW[:4]),
-    pytest.param("eagle3", "by score", False, 3, FEW, marks=FULL),
-    pytest.param("ngram", "at random", False, 3, FEW[:4], marks=FULL),
-    pytest.param("ngram", "by score", True, 2, FEW[:4], marks=FULL),
+    ("eagle3", "by score", False, 3, FEW),
+    ("ngram", "at random", False, 3, FEW[:4]),
+    ("ngram", "by score", True, 2, FEW[:4]),
     *(
         pytest.param(algorithm, sharing, overlap, rows, [*FEW[:4], *STYLES.values()], marks=FULL)
         for algorithm in ("eagle3", "ngram")
