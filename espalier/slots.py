@@ -48,9 +48,9 @@ ALL_SOURCES = (*SOURCES, "draft")
 MATCH_STRENGTHS = 4
 UNDRAFTED_OFFSET = len(SOURCES) * MATCH_STRENGTHS
 PATH_KINDS = 1 + 2 * UNDRAFTED_OFFSET
-# The numbers from PATH_KINDS on are the kinds of nodes that only the draft proposes.  Such a kind depends on three
-# things: whether tokens are sampled, the node's rank among its siblings (the last rank stands for all later ranks), and
-# the confidence level, which is the number of the range that contains the draft's probability of the node.
+# The numbers from PATH_KINDS on are the kinds of nodes that only the draft proposes.  A kind says whether tokens are
+# sampled, the node's rank among its siblings, and its confidence level.  The last rank stands for all later ranks.  The
+# confidence level is the number of the range that contains the draft's probability of the node.
 NUM_RANKS, NUM_CONFIDENCE_LEVELS = 3, 8
 NODE_KINDS = PATH_KINDS + 2 * NUM_RANKS * NUM_CONFIDENCE_LEVELS
 # How many columns of SlotTable.guesses come before a guess's tokens: its start and its kind (class Guess).
